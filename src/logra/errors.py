@@ -1,0 +1,40 @@
+"""Exceptions. Each message says what is wrong and how to mend it.
+
+The command line ends with exit code 2 for a `UserError` (the user can mend it) and with 1 for anything else.
+"""
+
+
+class LograError(Exception):
+    """Base class of everything logra raises on purpose."""
+
+
+class UserError(LograError, ValueError):
+    """Something the user can mend: configuration, data, a reward function, a path."""
+
+
+class ConfigError(UserError):
+    """The configuration is wrong: unknown key, wrong type, impossible combination."""
+
+
+class DataError(UserError):
+    """The data set cannot be used as asked: missing column, no usable prompt, unreadable file."""
+
+
+class RewardError(UserError):
+    """A reward function broke its contract or failed too often."""
+
+
+class ModelError(UserError):
+    """The model or tokenizer cannot be used as asked: no target, no pad token, no chat template, dtype."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another run."""
+
+
+class UpdateError(UserError):
+    """An Update is damaged or does not fit the weights it is applied to."""
+
+
+class NonFiniteError(LograError, ArithmeticError):
+    """A loss, sketch or predicted KL is NaN or infinite. Nothing was applied."""

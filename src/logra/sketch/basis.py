@@ -1,0 +1,48 @@
+"""Sketch bases: A (r x k), independent of the batch, drawn before the accumulation window (LoGRA, arXiv 2610.06647).
+
+`random`: A_ij = +-1/sqrt(r). Stored as int8 signs; the factor 1/sqrt(r) is applied to the sketch, so that what is merged is
+an exact integer product (design 2.3). `gaussian`: A_ij ~ N(0, 1/r), for the paper's ablation only; it is floating-point, not
+bit-portable, and refused where exactness is promised. Both give E[A^T A] = I, so S A is an unbiased estimate of G.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from logra import hashing
+from logra.errors import UpdateError
+
+KINDS = ("random", "gaussian")
+
+
+def basis_key(seed: int, name: str, index: int) -> int:
+    """The hash key of target `name`'s basis for update `index` (0-based)."""
+    return hashing.derive_key(seed, "basis", name, index)
+
+
+def draw(
+    kind: str, seed: int, name: str, index: int, rows: range, columns: range, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A block of the unscaled basis: int8 signs for `random`, float32 N(0, 1) for `gaussian`. Times 1/sqrt(r) it is A."""
+    key = basis_key(seed, name, index)
+    if kind == "random":
+        return hashing.signs(key, rows, columns, device)
+    if kind == "gaussian":
+        return _gaussian(key, rows, columns, device)
+    raise UpdateError(f"unknown basis {kind!r}: use one of {KINDS}")
+
+
+def scale(rank: int) -> float:
+    """1/sqrt(r), the factor between the unscaled block of `draw` and A."""
+    return 1.0 / math.sqrt(rank)
+
+
+def _gaussian(key: int, rows: range, columns: range, device: torch.device | str) -> Tensor:
+    row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)[:, None]
+    column = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device)[None, :]
+    first, second, *_ = hashing.philox((column, row, 0, 2), key)  # Box-Muller needs two uniforms in (0, 1]
+    radius = torch.sqrt(-2.0 * torch.log((first.double() + 1.0) * 2.0**-32))
+    return (radius * torch.cos(second.double() * (2.0 * math.pi * 2.0**-32))).float()

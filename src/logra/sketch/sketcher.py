@@ -1,0 +1,351 @@
+"""The Sketcher: attaches to a model, collects sketches, proposes a step, applies it as an exact Update.
+
+Departures from the paper (arXiv 2610.06647), each an option or noted: signs come from a counter-based hash, not a torch
+generator; factors are integers, not bfloat16, so that the same Update gives the same bits everywhere; a proposal advances
+the second moment only when it is applied; a sketch that is exactly zero moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra import hashing
+from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
+from logra.sketch import basis as bases
+from logra.sketch import capture, optimizers, quantize
+from logra.sketch.targets import Skipped, Target, check_float32, select_targets
+from logra.sketch.update import Factor, Update, apply_block
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A step that has not been applied. At scale 1 it changes target i by U_i A_i (A scaled, as `Sketcher.basis` gives it).
+
+    factors: (sum d, r) float32, the U of all targets stacked in the order of `Sketcher.names`, its sign included.
+    grad_norm: root of sum ||S||^2, an unbiased estimate of the dense gradient norm (E[A^T A] = I).
+    """
+
+    factors: Tensor
+    rows: dict[str, slice]
+    update_index: int
+    is_zero: bool
+    grad_norm: float
+    lr: float
+    decay: float
+    moment: Tensor | None = None
+
+    def factor(self, name: str) -> Tensor:
+        """U of one target, (d, r) float32: the weight moves by U A."""
+        return self.factors[self.rows[name]]
+
+
+class Sketcher:
+    """See `attach`, which builds it. Not thread-safe; one sketcher a model."""
+
+    def __init__(self, model: nn.Module, targets: list[Target], skipped: list[Skipped], options: dict[str, Any]):
+        self.model, self.targets, self.skipped = model, targets, skipped
+        self.options = options
+        self.rank: int = options["rank"]
+        self.update_index = 0
+        self.names = [t.name for t in targets]
+        self._by_name = {t.name: t for t in targets}
+        device = targets[0].weight.device
+        self._rows: dict[str, slice] = {}
+        start = 0
+        for target in targets:
+            self._rows[target.name] = slice(start, start + target.out_features)
+            start += target.out_features
+        self._sketches = torch.zeros(start, self.rank, dtype=torch.float32, device=device)
+        keeps_moment = options["optimizer"] == "row_adam"
+        self._moment = torch.zeros(start, 1, dtype=torch.float32, device=device) if keeps_moment else None
+        self._blocks: dict[str, tuple[int, Tensor]] = {}
+        self._is_dirty = False
+        self._handles: list[Any] = []
+        self._was_trainable = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._attach()
+
+    # -- collecting ---------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        chosen = {id(t.weight) for t in self.targets}
+        for parameter in self.model.parameters():
+            if self.options["freeze"] or id(parameter) in chosen:
+                parameter.requires_grad_(False)
+        for target in self.targets:
+            name = target.name
+            self._handles.append(
+                capture.tap_layer(
+                    target.module,
+                    lambda name=name: self.basis_block(name),
+                    lambda name=name: self.sketch(name),
+                    bases.scale(self.rank),
+                    self._note,
+                )
+            )
+        embedding = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None  # type: ignore[operator]
+        if isinstance(embedding, nn.Module):
+            self._handles.append(capture.anchor_inputs(embedding))
+        elif self.options["freeze"]:
+            raise ModelError("the model has no get_input_embeddings(): pass freeze=False and keep some input trainable")
+
+    def _note(self) -> None:
+        self._is_dirty = True
+
+    def sketch(self, name: str) -> Tensor:
+        """S = G A^T of one target, (out, r) float32, accumulated since the last `zero()` or `apply()`."""
+        return self._sketches[self._rows[name]]
+
+    def basis(self, name: str) -> Tensor:
+        """The A in force, (r, in) float32."""
+        return self.basis_block(name).to(torch.float32) * bases.scale(self.rank)
+
+    def basis_block(self, name: str) -> Tensor:
+        """The unscaled A in force, (r, in): int8 signs for `random`. Drawn when first used after an update."""
+        index = self.update_index if self.options["refresh"] else 0
+        if name not in self._blocks or self._blocks[name][0] != index:
+            target = self._by_name[name]
+            rows, columns = range(self.rank), range(target.in_features)
+            device = target.weight.device
+            block = bases.draw(self.options["basis"], self.options["seed"], name, index, rows, columns, device)
+            self._blocks[name] = (index, block)
+        return self._blocks[name][1]
+
+    def zero(self) -> None:
+        """Forget what was accumulated."""
+        self._sketches.zero_()
+        self._is_dirty = False
+
+    @property
+    def has_signal(self) -> bool:
+        """False if every sketch is exactly zero: then nothing may move (design 2.6)."""
+        return self._is_dirty and bool(self._sketches.any())
+
+    # -- proposing ----------------------------------------------------------------------------------------------------
+
+    def propose(self, lr: float = 1.0) -> Proposal:
+        """The step the sketch optimizer would take; weights and optimizer state stay as they are until `apply`.
+
+        lr: the learning rate. With variant "paper" the step is normalised to `update_ratio` and lr multiplies it (1.0 there).
+        Raises `NonFiniteError` naming the first target whose sketch is not finite.
+        """
+        decay = lr * self.options["weight_decay"]
+        norm = float(torch.linalg.vector_norm(self._sketches))
+        if not norm < float("inf"):
+            raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
+        if not self.has_signal:
+            return Proposal(torch.zeros_like(self._sketches), self._rows, self.update_index, True, 0.0, lr, decay)
+        sketches = self._sketches
+        if self.options["max_grad_norm"]:
+            sketches = sketches * optimizers.clip_factor(norm, self.options["max_grad_norm"])
+        moment = corrected = None
+        if self._moment is not None:
+            moment, corrected = optimizers.row_second_moment(
+                sketches, self._moment, self.update_index + 1, self.options["beta2"]
+            )
+        factors = self._direction(sketches, corrected).mul_(-lr)
+        return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, moment)
+
+    def _direction(self, sketches: Tensor, corrected: Tensor | None) -> Tensor:
+        """D of all targets stacked, a new tensor."""
+        eps = self.options["eps"]
+        if self.options["variant"] == "simplified":
+            if corrected is None:
+                return sketches.clone()
+            return optimizers.row_adam_direction(sketches, corrected, eps)
+        direction = sketches.clone()
+        if corrected is not None:
+            for rows in self._rows.values():
+                direction[rows] = optimizers.row_adam_paper_direction(sketches[rows], corrected[rows], eps)
+        return direction.mul_(self._global_factor(direction))
+
+    def _global_factor(self, direction: Tensor) -> float:
+        """rho sqrt(sum ||W||^2 / sum ||D A||^2) over all targets (methods.md 1.3)."""
+        weight_square = optimizers.squares([t.weight.detach() for t in self.targets])
+        update_square = 0.0
+        for name in self.names:
+            block = self.basis_block(name).to(torch.float32)
+            gram = (block @ block.t()).mul_(bases.scale(self.rank) ** 2)
+            update_square += float(optimizers.reconstructed_square(direction[self._rows[name]], gram))
+        return optimizers.update_ratio_factor(weight_square, update_square, self.options["update_ratio"])
+
+    def _first_non_finite(self) -> str:
+        return next((n for n in self.names if not bool(torch.isfinite(self.sketch(n)).all())), "some target")
+
+    # -- applying -----------------------------------------------------------------------------------------------------
+
+    def apply(self, proposal: Proposal, scale: float = 1.0) -> Update | None:
+        """Quantise `scale` times the proposal once, merge it, advance the state, zero the sketches; the Update to send.
+
+        A proposal without signal changes nothing at all and gives None.
+        """
+        if proposal.update_index != self.update_index:
+            raise UpdateError(
+                f"this proposal was made at update {proposal.update_index}, the weights are at {self.update_index}: propose again"
+            )
+        if proposal.is_zero:
+            return None
+        if not 0.0 <= scale < float("inf"):
+            raise UpdateError(f"scale must be finite and not negative, got {scale}")
+        update = self.quantize(proposal, scale)
+        with torch.no_grad():
+            for name, factor in update.factors.items():
+                matrix = self._by_name[name].matrix()
+                apply_block(matrix, factor.q, factor.exponent, self.basis_block(name), update.decay)
+        if self._moment is not None and proposal.moment is not None:
+            self._moment.copy_(proposal.moment)
+        self.update_index += 1
+        self.zero()
+        return update
+
+    def quantize(self, proposal: Proposal, scale: float = 1.0) -> Update:
+        """The Update that `apply` would make; nothing is changed."""
+        options, rank = self.options, self.rank
+        seed, index = options["seed"], self.update_index
+        streams, numbers = self._row_numbers()
+        scaled = proposal.factors * (scale * bases.scale(rank))
+        key = hashing.derive_key(seed, "round", index)
+        q, exponent = quantize.quantize(scaled, options["bits"], key, streams, numbers)
+        factors = {
+            t.name: Factor(t.name, t.out_features, t.in_features, q[self._rows[t.name]], exponent[self._rows[t.name]])
+            for t in self.targets
+        }
+        basis_index = index if options["refresh"] else 0
+        return Update(index, options["basis"], basis_index, seed, rank, options["bits"], factors, proposal.decay)
+
+    def _row_numbers(self) -> tuple[Tensor, Tensor]:
+        """Of each stacked row: the stream of its target (a hash of the name) and its number within the target."""
+        device = self._sketches.device
+        streams = [hashing.derive_key("target", t.name) & hashing.MASK32 for t in self.targets]
+        sizes = torch.tensor([t.out_features for t in self.targets], device=device)
+        stream = torch.repeat_interleave(torch.tensor(streams, dtype=torch.int64, device=device), sizes)
+        numbers = [torch.arange(t.out_features, dtype=torch.int64, device=device) for t in self.targets]
+        return stream, torch.cat(numbers)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values: everything but the weights that a bit-identical continuation needs."""
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "update_index": self.update_index,
+            "names": list(self.names),
+            "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze")},
+            "is_dirty": self._is_dirty,
+        }
+        if self._moment is not None:
+            state["moment"] = self._moment.clone()
+        if self._is_dirty:
+            state["sketches"] = self._sketches.clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Strict: names, options, shapes and dtypes must be those of this sketcher, else `UpdateError` says which differs."""
+        mine = self.state_dict()
+        for key in ("version", "names", "options"):
+            if state.get(key) != mine[key]:
+                raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
+        needed = {"moment": self._moment} if self._moment is not None else {}
+        if state["is_dirty"]:
+            needed["sketches"] = self._sketches
+        for key, own in needed.items():
+            saved = state.get(key)
+            if not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
+                raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(own.shape)}")
+        self.zero()
+        for key, own in needed.items():
+            own.copy_(state[key])
+        self.update_index, self._is_dirty = int(state["update_index"]), bool(state["is_dirty"])
+
+    def detach(self) -> None:
+        """Remove every hook and restore requires_grad as it was. The weights keep what they learned."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self._was_trainable[name])
+
+    def as_optimizer(self, lr: float = 1.0, trust: Any = None) -> Any:
+        """A `torch.optim.Optimizer` for other people's loops; see `logra.sketch.facade.SketchOptimizer`."""
+        from logra.sketch.facade import SketchOptimizer
+
+        return SketchOptimizer(self, lr, trust)
+
+
+def _difference(saved: Any, mine: Any) -> str:
+    if isinstance(saved, dict) and isinstance(mine, dict):
+        keys = sorted(k for k in {*saved, *mine} if saved.get(k) != mine.get(k))
+        return ", ".join(f"{k} was {saved.get(k)!r}, is {mine.get(k)!r}" for k in keys)
+    if isinstance(saved, list) and isinstance(mine, list):
+        return f"{len(saved)} entries, here {len(mine)}; first difference {sorted({*saved} ^ {*mine})[:1]}"
+    return f"was {saved!r}, is {mine!r}"
+
+
+def attach(
+    model: nn.Module,
+    *,
+    rank: int = 64,
+    basis: str = "random",
+    seed: int = 42,
+    optimizer: str = "row_adam",
+    variant: str = "simplified",
+    targets: Sequence[str] | str | None = None,
+    weights: str = "fp32",
+    residual: str = "device",
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    update_ratio: float = 6e-5,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    refresh: bool = True,
+    bits: int = 8,
+    freeze: bool = True,
+) -> Sketcher:
+    """Attach LoGRA to a model: afterwards `loss.backward()` fills sketches instead of weight gradients.
+
+    Module names, the state dict and `save_pretrained` are untouched, and `Sketcher.detach` undoes it.
+
+    rank: r; at most the in features of every target. basis: "random" (Rademacher) or "gaussian" (ablation; never sent).
+    optimizer: "row_adam" or "sgd". variant: "simplified" (plain lr) or "paper" (layer norms restored, `update_ratio`).
+    targets: see `logra.sketch.targets.select_targets`. max_grad_norm: clip root sum ||S||^2, 0 is off (the published code
+    clips ||S A||, about sqrt(k/r) larger). bits: 8 or 15, of the Update's integers. freeze: also freeze everything that is
+    no target. Raises `ModelError` or `ConfigError` with the fix; nothing is attached then.
+    """
+    _check_options(basis, optimizer, variant, weights, residual, rank, beta2, eps, bits)
+    chosen, skipped = select_targets(model, targets)
+    check_float32(chosen)
+    narrow = min(chosen, key=lambda t: t.in_features)
+    if rank > narrow.in_features:
+        raise ConfigError(f"rank {rank} exceeds the {narrow.in_features} inputs of {narrow.name}: use rank <= {narrow.in_features}")
+    if any(t.weight.device != chosen[0].weight.device for t in chosen):
+        raise ModelError("targets lie on several devices: load the model on one")
+    options = {
+        "rank": rank, "basis": basis, "seed": seed, "optimizer": optimizer, "variant": variant, "targets": targets,
+        "weights": weights, "beta2": beta2, "eps": eps, "update_ratio": update_ratio, "weight_decay": weight_decay,
+        "max_grad_norm": max_grad_norm, "refresh": refresh, "bits": bits, "freeze": freeze,
+    }  # fmt: skip
+    return Sketcher(model, chosen, skipped, options)
+
+
+def _check_options(
+    basis: str, optimizer: str, variant: str, weights: str, residual: str, rank: int, beta2: float, eps: float, bits: int
+) -> None:
+    for what, value, allowed in (
+        ("basis", basis, bases.KINDS),
+        ("optimizer", optimizer, optimizers.NAMES),
+        ("variant", variant, optimizers.VARIANTS),
+        ("weights", weights, ("fp32",)),
+        ("residual", residual, ("device",)),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{what}={value!r} is not known: use one of {list(allowed)}")
+    if rank < 1 or not 0.0 <= beta2 < 1.0 or not eps > 0.0:
+        raise ConfigError(f"need rank >= 1, 0 <= beta2 < 1 and eps > 0; got {rank}, {beta2}, {eps}")
+    if basis == "random":
+        quantize.check_exact(bits, 1, rank)

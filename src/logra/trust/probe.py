@@ -1,0 +1,148 @@
+"""Looking at a step before it is taken: logits along a proposal, without touching a weight.
+
+Everything goes through hooks on the targets. `tangents` adds the proposal's own tangent -(x A^T) U^T, in forward mode, to the
+one flowing in from earlier layers; `branch` adds the finite low-rank branch y + eps (x A^T) U^T. Neither adds to and subtracts
+from W, which would drift.
+
+Legend: B rows, T tokens, V vocabulary, N contexts (positions that predict a generated token), r rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from logra.errors import UserError
+from logra.sketch import basis as bases
+from logra.sketch.sketcher import Proposal, Sketcher
+
+Batch = Mapping[str, Tensor]
+
+
+def context_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits (N, V) at the positions that predict a generated token.
+
+    batch: `input_ids` (B, T); `attention_mask` (B, T), optional; `completion_mask` (B, T), true at generated tokens,
+    default: every attended token but the first of a row. Position ids are made from the attention mask, as models with
+    learned positions need under left padding.
+    """
+    ids = batch["input_ids"]
+    attention = batch.get("attention_mask")
+    attention = torch.ones_like(ids) if attention is None else attention.long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    generated = batch.get("completion_mask")
+    if generated is None:
+        generated = (attention > 0) & (positions > 0)
+    contexts = generated.bool()[:, 1:]  # position t predicts token t + 1
+    if not bool(contexts.any()):
+        raise UserError("the probe batch has no generated token: pass rollouts with a non-empty completion")
+    first = int(contexts.any(0).float().argmax())
+    options: dict[str, Any] = {"attention_mask": attention, "position_ids": positions, "use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = ids.shape[1] - first
+    logits = model(input_ids=ids, **options).logits
+    logits = logits[:, -(ids.shape[1] - first) :][:, :-1]
+    return logits[contexts[:, first:]]
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every module's training flag is restored."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _hooks(sketcher: Sketcher, make: Callable[[Tensor, Tensor], Any], proposal: Proposal) -> Iterator[None]:
+    """Hook every target with `make(basis (r, k) float32, factor (d, r) float32)`."""
+    handles = []
+    try:
+        for target in sketcher.targets:
+            hook = make(sketcher.basis_block(target.name), proposal.factor(target.name))
+            handles.append(target.module.register_forward_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _low_rank(x: Tensor, basis_rk: Tensor, factor_dr: Tensor) -> Tensor:
+    """(x A^T) U^T in float32."""
+    with torch.autocast(x.device.type, enabled=False):
+        projected = functional.linear(x.float(), basis_rk.float()) * bases.scale(len(basis_rk))
+        return functional.linear(projected, factor_dr)
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["input"]
+
+
+@contextlib.contextmanager
+def branch(sketcher: Sketcher, proposal: Proposal, eps: float) -> Iterator[None]:
+    """Within it the model computes with every target moved by eps times the proposal."""
+
+    def make(basis: Tensor, factor: Tensor) -> Any:
+        def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            return output + (_low_rank(_input(args, kwargs), basis, factor) * eps).to(output.dtype)
+
+        return hook
+
+    with _hooks(sketcher, make, proposal):
+        yield
+
+
+@contextlib.contextmanager
+def _tangents(sketcher: Sketcher, proposal: Proposal) -> Iterator[None]:
+    def make(basis: Tensor, factor: Tensor) -> Any:
+        def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            x = forward_ad.unpack_dual(_input(args, kwargs)).primal
+            own = _low_rank(x, basis, factor).to(output.dtype)
+            primal, tangent = forward_ad.unpack_dual(output)
+            return forward_ad.make_dual(primal, own if tangent is None else tangent + own)
+
+        return hook
+
+    with _hooks(sketcher, make, proposal):
+        yield
+
+
+def forward_derivative(model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(z, z_dot), each (N, V): logits and their derivative along the proposal, by forward-mode differentiation.
+
+    Needs eager attention or SDPA's math kernel (chosen here); fused kernels have no forward-mode rule and raise.
+    """
+    with quiet(model), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level(), _tangents(sketcher, proposal):
+        logits, tangent = forward_ad.unpack_dual(context_logits(model, batch))
+        return logits, torch.zeros_like(logits) if tangent is None else tangent
+
+
+def finite_difference(
+    model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch, relative: float = 1e-3
+) -> tuple[Tensor, Tensor]:
+    """The same by central differences, with a step of `relative` times the weights' norm (two more forward passes)."""
+    weight_square = sum(float(t.weight.detach().norm()) ** 2 for t in sketcher.targets)
+    step_square = sum(float((proposal.factor(n) @ sketcher.basis(n)).norm()) ** 2 for n in sketcher.names)
+    if step_square == 0.0:
+        raise UserError("the proposal is zero: there is nothing to differentiate along")
+    eps = relative * (weight_square / step_square) ** 0.5
+    with quiet(model):
+        logits = context_logits(model, batch)
+        with branch(sketcher, proposal, eps):
+            above = context_logits(model, batch)
+        with branch(sketcher, proposal, -eps):
+            below = context_logits(model, batch)
+    return logits, (above.float() - below.float()) / (2.0 * eps)
