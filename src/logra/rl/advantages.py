@@ -89,7 +89,7 @@ class RunningBaseline:
 
 @dataclass(frozen=True, eq=False)
 class _Rewarded:
-    """The rollouts that have a reward. groups_N holds 0..K-1; is_flat_K: the group's rewards are all equal."""
+    """The rollouts that have a reward. groups_N holds 0..K-1; is_flat_K: a group's rewards are all equal."""
 
     rewards_N: Tensor
     groups_N: Tensor
@@ -225,8 +225,8 @@ def _lookup(kind: str, options: dict[str, Any]) -> Callable[..., Tensor]:
             raise ConfigError(
                 f"advantage {kind!r} has no option {name!r}; its options: {', '.join(known) or 'none'}"
             )
-    if options.get("eps", 0.0) < 0:
-        raise ConfigError(f"advantage {kind!r}: eps must not be negative, got {options['eps']}")
+    if options.get("eps", 1.0) <= 0:
+        raise ConfigError(f"advantage {kind!r}: eps must be positive (1e-4 is usual), got {options['eps']}")
     return ADVANTAGES[kind]
 
 

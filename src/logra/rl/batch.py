@@ -32,6 +32,7 @@ class TrainBatch:
     dropped (B,) bool: not in the loss. A dropped or empty rollout has weight 0 but stays a row: its part of
     the loss is an exact 0 that is still connected to the graph, so a batch of only such rows can be sent
     through backward.
+    terminated (B,) bool: stopped at an end-of-sequence token.
     """
 
     prompt_ids: Tensor
@@ -43,6 +44,7 @@ class TrainBatch:
     weights: Tensor
     group_ids: Tensor
     dropped: Tensor
+    terminated: Tensor
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -79,8 +81,8 @@ class TrainBatch:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any token in the loss has a weight and an advantage other than 0. If not: no step."""
-        return bool(((self.advantages != 0) & (self.weights != 0) & self.loss_mask.any(dim=1)).any())
+        """Whether any rollout with tokens in the loss has an advantage other than 0. If not: no step."""
+        return bool(((self.advantages != 0) & (self.weights != 0)).any())
 
     def with_advantages(
         self,
@@ -127,6 +129,7 @@ class TrainBatch:
             weights=self.weights[rows],
             group_ids=self.group_ids[rows],
             dropped=self.dropped[rows],
+            terminated=self.terminated[rows],
         )
 
     def microbatches(self, size: int) -> Iterator[TrainBatch]:
@@ -152,7 +155,7 @@ class TrainBatch:
         rows = rows[:num_rollouts] if isinstance(num_rollouts, int) else rows
         if not rows:
             raise DataError(
-                f"no rollout has a completion token among its first {max_tokens} tokens, so no KL can be predicted: "
+                f"no rollout has a completion token among its first {max_tokens} tokens, nothing to probe: "
                 "raise the probe's token limit above the prompt length, or take more rollouts"
             )
         columns_C = torch.arange(self.completion_ids.shape[1], device=kept_B.device)
@@ -172,7 +175,7 @@ def collate(
     mask_truncated: bool = False,
     device: torch.device | str = "cpu",
 ) -> TrainBatch:
-    """Rollouts -> a batch in the same order; advantages 0 and "token" weights until `with_advantages` is called.
+    """Rollouts -> a batch in the same order; advantages 0, "token" weights until `with_advantages` is called.
 
     mask_truncated: rollouts that stopped at the length limit are dropped from the loss and its denominators.
     Raises DataError for no rollouts, an empty prompt (nothing predicts the first completion token) or a
@@ -196,6 +199,7 @@ def collate(
         weights=token_weights("token", completion_mask, group_ids, dropped=dropped).float(),
         group_ids=group_ids,
         dropped=dropped,
+        terminated=torch.tensor([rollout.stop == "eos" for rollout in rollouts]),
     ).to(device)
 
 

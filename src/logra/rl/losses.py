@@ -74,7 +74,7 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     logp_BT = _fill_masked(logp_BT, mask_BT)
     old_logp_BT = logp_BT.detach() if old_logp_BT is None else _fill_masked(old_logp_BT.detach(), mask_BT)
-    advantage_BT = _fill_masked(advantage_B.detach()[:, None].expand_as(logp_BT), mask_BT)
+    advantage_BT = advantage_B.detach().to(logp_BT.dtype)[:, None].expand_as(logp_BT)
     loss_BT, clipped = LOSSES[kind](logp_BT, logp_BT - old_logp_BT, advantage_BT, mask_BT, clip)
     metrics = {f"clip_ratio/{name}_mean": (flags_BT & mask_BT).sum() for name, flags_BT in clipped.items()}
     return torch.where(mask_BT, loss_BT, 0.0), metrics
@@ -102,7 +102,7 @@ def _gspo(
 def _cispo(
     logp_BT: Tensor, log_ratio_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, clip: _Clip
 ) -> tuple[Tensor, Metrics]:
-    """-stop_gradient(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, every token has a gradient."""
+    """-stop_gradient(clip(r, 1 - low, 1 + high)) A logp: every token keeps a gradient."""
     ratio_BT = _bounded_exp(log_ratio_BT.detach())
     low_BT, high_BT = ratio_BT < 1 - clip.low, ratio_BT > 1 + clip.high
     weight_BT = ratio_BT.clamp(1 - clip.low, 1 + clip.high)

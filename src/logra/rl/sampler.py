@@ -1,4 +1,4 @@
-"""Which prompts the next step uses: exact epochs, resumable at any position, independent of global random state."""
+"""Which prompts the next step uses: exact epochs, resumable anywhere, independent of global random state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from logra.hashing import derive_key
 def epoch_permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(num_prompts), int64, keyed by (seed, epoch) alone.
 
-    It is the sorting order of raw Philox words and not `Generator.permutation`, whose stream numpy may change between
-    releases: a run must resume the same on another numpy.
+    It is the sorting order of raw Philox words and not `Generator.permutation`, whose stream numpy may change
+    between releases: a run must resume the same on another numpy.
     """
     words = np.random.Philox(key=derive_key(seed, "shuffle", epoch)).random_raw(num_prompts)
     return np.argsort(words, kind="stable")
@@ -24,8 +24,8 @@ def epoch_permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
 def defer(order: np.ndarray, avoid: list[int], window: int) -> np.ndarray:
     """`order` rearranged so that its first `window` entries hold none of `avoid`; still a permutation.
 
-    Entries to avoid move to just behind the window, in their order. Only the first window + len(avoid) entries change.
-    Needs window + len(avoid) <= len(order).
+    Entries to avoid move to just behind the window; only the first window + len(avoid) entries change. Needs
+    window + len(avoid) <= len(order).
     """
     if not avoid or window < 1:
         return order
@@ -36,11 +36,12 @@ def defer(order: np.ndarray, avoid: list[int], window: int) -> np.ndarray:
 
 
 class PromptSampler:
-    """Endless batches of prompt positions. Every epoch visits each prompt exactly once; no batch is dropped or shrunk.
+    """Endless batches of prompt positions. Every epoch visits each prompt once; no batch is ever short.
 
-    A batch may span two epochs. It still never holds a prompt twice (two groups of one prompt would get the same random
-    numbers): what the batch already holds is deferred to just behind the batch in the new epoch's order (`defer`).
-    The order of an epoch thus depends on (seed, epoch), and, by those few entries, on where the batch before it ended.
+    A batch may span two epochs. It still never holds a prompt twice (two groups of one prompt would get the
+    same random numbers): what it already holds is deferred to just behind it in the new epoch's order, see
+    `defer`. The order of an epoch depends on (seed, epoch) and, in those few entries, on where the batch that
+    spans into it began.
 
     The batch size may change on resume. Raises DataError if it exceeds the number of prompts.
     """
@@ -53,8 +54,8 @@ class PromptSampler:
             raise DataError(f"the batch size is {batch_size} prompts: it must be at least 1")
         if batch_size > num_prompts:
             raise DataError(
-                f"a batch of {batch_size} prompts is larger than the data set of {num_prompts} usable prompts: "
-                f"lower the number of prompts a step to at most {num_prompts}, or give more data"
+                f"a batch of {batch_size} prompts is larger than the data set ({num_prompts} usable): "
+                f"ask for at most {num_prompts} prompts a step, or give more data"
             )
         self.num_prompts = num_prompts
         self.batch_size = batch_size
@@ -86,7 +87,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the saved sampler stood. Raises CheckpointError, and changes nothing, if the data is not the same."""
+        """Continue where the saved sampler stood. CheckpointError, changing nothing, if the data differs."""
         state = dict(state)
         _check_keys(state, self.state_dict())
         changed = [
@@ -109,7 +110,7 @@ class PromptSampler:
         return taken
 
     def _start_epoch(self, epoch: int, avoid: list[int], window: int) -> None:
-        """avoid: what the batch that spans into this epoch already holds; window: how many more that batch takes."""
+        """avoid: what the batch that spans into this epoch already holds; window: how many more it takes."""
         if self.shuffle:
             order = epoch_permutation(self.num_prompts, self.seed, epoch)
         else:
@@ -126,7 +127,7 @@ def _check_keys(state: dict[str, Any], example: dict[str, Any]) -> None:
     for name, value in example.items():
         if type(state[name]) is not type(value):
             raise CheckpointError(
-                f"the saved data position is damaged: {name} is {state[name]!r}, not of type {type(value).__name__}"
+                f"the saved data position is damaged: {name} is {state[name]!r}, not {type(value).__name__}"
             )
 
 

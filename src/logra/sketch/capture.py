@@ -1,7 +1,9 @@
 """Capture: S <- S + H^T (X A^T) during backward, so that the weight gradient G = H^T X is never formed (methods.md 1.1).
 
 A forward hook projects the layer's input and passes the output through an autograd function whose forward is the identity.
-Only the projection Xp (N x r) is saved; the layer input is not needed. Under non-reentrant activation checkpointing the hook
+Only the projection Xp (N x r) is saved; the layer input is not needed. With every weight frozen nothing would start a
+backward pass, so each tap also takes an `anchor`, a scalar that requires grad (and never gets one); below the first target
+no gradient is computed. Under non-reentrant activation checkpointing the hook
 runs again in the recomputation, and as the accumulation happens in backward only, each microbatch counts once.
 
 Shapes: N tokens (all leading dimensions flattened), d out features, k in features, r rank.
@@ -22,7 +24,15 @@ class Tap(torch.autograd.Function):
     """Identity on the layer output; its backward adds scale * H^T Xp to a (d, r) float32 buffer."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, projected_Nr: Tensor, sketch_dr: Tensor, scale: float, note: Callable[[], None]):
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        anchor: Tensor,
+        projected_Nr: Tensor,
+        sketch_dr: Tensor,
+        scale: float,
+        note: Callable[[], None],
+    ):
         ctx.save_for_backward(projected_Nr)
         ctx.sketch, ctx.scale, ctx.note = sketch_dr, scale, note
         return output.view_as(output)
@@ -33,7 +43,7 @@ class Tap(torch.autograd.Function):
         (projected_Nr,) = ctx.saved_tensors
         accumulate(ctx.sketch, grad, projected_Nr, ctx.scale)
         ctx.note()
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def accumulate(sketch_dr: Tensor, grad: Tensor, projected_Nr: Tensor, scale: float) -> None:
@@ -50,6 +60,7 @@ def accumulate(sketch_dr: Tensor, grad: Tensor, projected_Nr: Tensor, scale: flo
 
 def tap_layer(
     module: nn.Module,
+    anchor: Tensor,
     basis: Callable[[], Tensor],
     sketch: Callable[[], Tensor],
     scale: float,
@@ -58,22 +69,12 @@ def tap_layer(
     """Hook one layer. `basis()` gives the unscaled (r, k) block in force, `sketch()` its (d, r) buffer."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled() or not output.requires_grad:
+        if not torch.is_grad_enabled():
             return None
         x = args[0] if args else kwargs["input"]
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_Nk = x.detach().reshape(-1, x.shape[-1]).to(output.dtype)
             projected_Nr = functional.linear(x_Nk, basis().to(output.dtype))
-        return Tap.apply(output, projected_Nr, sketch(), scale, note)
+        return Tap.apply(output, anchor, projected_Nr, sketch(), scale, note)
 
     return module.register_forward_hook(hook, with_kwargs=True)
-
-
-def anchor_inputs(embedding: nn.Module) -> RemovableHandle:
-    """Make the embedding's output require grad: with every weight frozen, nothing else would start a backward pass."""
-
-    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
-        if torch.is_grad_enabled() and not output.requires_grad and output.is_floating_point():
-            output.requires_grad_(True)
-
-    return embedding.register_forward_hook(hook)

@@ -78,22 +78,19 @@ class Sketcher:
         for parameter in self.model.parameters():
             if self.options["freeze"] or id(parameter) in chosen:
                 parameter.requires_grad_(False)
+        anchor = torch.zeros((), device=self.targets[0].weight.device, requires_grad=True)
         for target in self.targets:
             name = target.name
             self._handles.append(
                 capture.tap_layer(
                     target.module,
+                    anchor,
                     lambda name=name: self.basis_block(name),
                     lambda name=name: self.sketch(name),
                     bases.scale(self.rank),
                     self._note,
                 )
             )
-        embedding = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None  # type: ignore[operator]
-        if isinstance(embedding, nn.Module):
-            self._handles.append(capture.anchor_inputs(embedding))
-        elif self.options["freeze"]:
-            raise ModelError("the model has no get_input_embeddings(): pass freeze=False and keep some input trainable")
 
     def _note(self) -> None:
         self._is_dirty = True

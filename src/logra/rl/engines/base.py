@@ -15,17 +15,18 @@ class Engine(Protocol):
 
     The contract, held by tests/contracts/test_engine.py for every implementation:
 
-    - Ids are carried end to end: the prompt's ids go in as they are, the sampled ids come out, text is only derived.
-    - `Rollout.logprobs` are log-probabilities (nats) of the sampled ids under softmax(logits / temperature), in float32,
-      of the very policy that sampled them. Nothing but the temperature shapes the distribution, whatever the model's own
-      generation defaults say; greedy sampling (temperature 0) reports them at temperature 1, and `top_p` (evaluation only)
-      narrows the choice but not the log-probs.
-    - `Rollout.stop` says why sampling ended; a sampled end-of-sequence id is kept as the last id. There is always at least
-      one id, so an empty response is that one id.
+    - Ids are carried end to end: the prompt's ids go in as they are, the sampled ids come out, text is only
+      derived.
+    - `Rollout.logprobs` are log-probabilities (nats) of the sampled ids under softmax(logits / temperature),
+      in float32, of the very policy that sampled them. Nothing but the temperature shapes the distribution,
+      whatever the model's own generation defaults say; greedy sampling (temperature 0) reports them at
+      temperature 1, and `top_p` (evaluation only) narrows the choice but not the log-probs.
+    - `Rollout.stop` says why sampling ended; a sampled end-of-sequence id is kept as the last id. There is
+      always at least one id, so an empty response is that one id.
     - Every rollout carries the version of the policy that sampled it.
-    - What is sampled depends on (sampling.seed, sampling.step, prompt id, rollout index), not on the order of the prompts
-      or on how they are batched (beyond float rounding). A prompt id that occurs more than once in a call gets fresh
-      randomness each time.
+    - What is sampled depends on (sampling.seed, sampling.step, prompt id, rollout index), not on the order of
+      the prompts or on how they are batched (beyond float rounding). A prompt id that occurs more than once
+      in a call gets fresh randomness each time.
     """
 
     version: int
@@ -35,7 +36,7 @@ class Engine(Protocol):
         ...
 
     def publish(self, version: int, update: object | None) -> None:
-        """The policy is now `version`: apply `update`, or for None take the weights as they are; drop stale caches."""
+        """The policy is now `version`: apply `update` (None: the weights are already there); drop caches."""
         ...
 
     def close(self) -> None:
@@ -50,13 +51,15 @@ def check_sampling(sampling: Sampling, num_rollouts: int) -> None:
     if sampling.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
     if not 0.0 <= sampling.temperature < float("inf"):
-        raise ConfigError(f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive and finite")
+        raise ConfigError(
+            f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive and finite"
+        )
     if not 0.0 < sampling.top_p <= 1.0:
         raise ConfigError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
 
 
 def check_training_sampling(sampling: Sampling) -> None:
-    """Refuses settings whose samples the loss cannot score (ConfigError): greedy and top-p are for evaluation."""
+    """Refuses settings whose samples the loss cannot score (ConfigError): greedy and top-p."""
     check_sampling(sampling, 1)
     if sampling.temperature == 0.0:
         raise ConfigError(
@@ -65,6 +68,6 @@ def check_training_sampling(sampling: Sampling) -> None:
         )
     if sampling.top_p != 1.0:
         raise ConfigError(
-            f"top_p is {sampling.top_p}, but training needs top_p 1.0: the loss scores the full softmax, and responses "
-            "sampled from a truncated one make its probability ratios wrong; set top_p only for evaluation"
+            f"top_p is {sampling.top_p}, but training needs top_p 1.0: the loss scores the full softmax, and "
+            "responses sampled from a truncated one make its ratios wrong; set top_p only for evaluation"
         )

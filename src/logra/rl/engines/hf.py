@@ -1,12 +1,13 @@
-"""In-process rollouts with a transformers model: the trainer's own modules, so there is nothing to synchronise.
+"""In-process rollouts with a transformers model: the trainer's own modules, so nothing to synchronise.
 
 A decode loop of our own instead of `model.generate`, because it
 - draws each token with a random number keyed by its rollout, so results do not depend on the batch;
 - inherits nothing from the model's generation config but its end-of-sequence ids;
 - runs each distinct prompt once and copies its cache for the group, and drops finished rows from the batch.
 
-The model must be a decoder that accepts `position_ids` and `logits_to_keep` and returns a cache that can be reordered.
-No cache outlives a call, so none can be stale. Shapes: B rows of a batch, D distinct prompts, T tokens, V vocabulary.
+The model must be a decoder that accepts `position_ids` and `logits_to_keep` and returns a cache that can be
+reordered. No cache outlives a call, so none can be stale. Shapes: B rows of a batch, D distinct prompts, T
+tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from logra.rl.engines.base import check_sampling
 from logra.rl.engines.sampling import choose, rollout_uniforms
 from logra.rl.types import Prompt, Rollout, Sampling
 
-# Finished rows are dropped once they are this share of the batch; dropping costs about what one token adds to the cache.
+# Rows are dropped once this share of the batch has finished: a drop copies the cache, as every token does.
 _DROP_SHARE = 0.25
 
 
@@ -46,13 +47,12 @@ class _Row:
 
 @dataclass
 class _Batch:
-    """The model's side of the rows being decoded: logits (B, V) of the next id, the cache, and where each row stands."""
+    """The model's side of the rows being decoded: logits of the next id, cache, and where each row stands."""
 
     logits_BV: Tensor
     cache: Any
     mask_BT: Tensor
     positions_B: Tensor
-    uniforms_BT: Tensor
 
     def select(self, keep: list[int]) -> None:
         """Keeps these rows, in this order; a row may be taken more than once."""
@@ -63,11 +63,11 @@ class _Batch:
 
 
 class HFEngine:
-    """Samples from `model` where it is, under `torch.no_grad` and in eval mode, and leaves it as it was found.
+    """Samples from `model` where it is, under `torch.no_grad` and in eval mode, and leaves it as it was.
 
-    batch_size: rollouts decoded at once (None: all of a call); prompts of a batch are left-padded to its longest.
-    eos_token_ids: ids that end a response; None takes those of the model's generation config and of the tokenizer. Empty:
-        every response runs to `max_new_tokens`.
+    batch_size: rollouts decoded at once (None: all of a call), left-padded to the longest prompt among them.
+    eos_token_ids: ids that end a response; None takes those of the model's generation config and of the
+        tokenizer. Empty: every response runs to `max_new_tokens`.
     pad_token_id: any id of the vocabulary; it fills masked places and is never looked at again.
     """
 
@@ -81,20 +81,22 @@ class HFEngine:
         pad_token_id: int | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"the engine's batch_size is {batch_size}; it must be at least 1, or null for no limit")
+            raise ConfigError(
+                f"the engine's batch_size is {batch_size}; it must be at least 1, or null for no limit"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids)
         pad_ids = (pad_token_id, tokenizer.pad_token_id, *sorted(self.eos_token_ids), 0)
-        self.pad_token_id = next(int(i) for i in pad_ids if i is not None)
+        self.pad_token_id = next(i for i in pad_ids if i is not None)
         self.version = 0
 
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`.
 
-        Raises ConfigError for impossible settings, DataError for a prompt without ids, ModelError if a prompt and its
-        response do not fit the model's positions, NonFiniteError if the logits are NaN or infinite.
+        Raises ConfigError for impossible settings, DataError for a prompt without ids, ModelError if a prompt
+        and its response do not fit the model's positions, NonFiniteError if the logits are NaN or infinite.
         """
         check_sampling(sampling, num_rollouts)
         self._check_lengths(prompts, sampling.max_new_tokens)
@@ -118,7 +120,9 @@ class HFEngine:
         for prompt in prompts:
             length = len(prompt.token_ids)
             if length == 0:
-                raise DataError(f"prompt {prompt.id} has no token ids; drop it or give the template a BOS token")
+                raise DataError(
+                    f"prompt {prompt.id} has no token ids; drop it or give the template a BOS token"
+                )
             if limit is not None and length + max_new_tokens > limit:
                 raise ModelError(
                     f"prompt {prompt.id} has {length} tokens; with max_new_tokens {max_new_tokens} that is "
@@ -131,20 +135,20 @@ class HFEngine:
         batch = self._prefill(rows)
         width = batch.mask_BT.shape[1] - sampling.max_new_tokens
         for step in range(sampling.max_new_tokens):
-            ids_B, logp_B = choose(batch.logits_BV, batch.uniforms_BT[:, step], sampling.temperature, sampling.top_p)
+            uniform_B = torch.tensor([row.uniforms[step] for row in rows], dtype=torch.float64)
+            ids_B, logp_B = choose(batch.logits_BV, uniform_B, sampling.temperature, sampling.top_p)
             self._record(rows, ids_B.tolist(), logp_B.tolist(), sampling.max_new_tokens)
             keep = [i for i, row in enumerate(rows) if row.stop is None]
             if not keep:
                 return
             if len(rows) - len(keep) >= _DROP_SHARE * len(rows):
                 batch.select(keep)
-                batch.uniforms_BT = batch.uniforms_BT[torch.tensor(keep, device=batch.uniforms_BT.device)]
                 ids_B = ids_B[torch.tensor(keep, device=ids_B.device)]
                 rows = [rows[i] for i in keep]
             self._forward(batch, ids_B[:, None], width + step + 1)
 
     def _prefill(self, rows: list[_Row]) -> _Batch:
-        """Runs every distinct prompt of the batch once, left-padded, then copies its cache to each of its rows."""
+        """Runs each distinct prompt of the batch once, left-padded, and copies its cache to its rows."""
         distinct = {ids: i for i, ids in enumerate(dict.fromkeys(row.prompt.token_ids for row in rows))}
         width, count = max(map(len, distinct)), len(rows[0].uniforms)
         ids_DT = torch.full((len(distinct), width), self.pad_token_id)
@@ -162,11 +166,11 @@ class HFEngine:
             logits_to_keep=1,
         )
         if output.past_key_values is None:
-            raise ModelError(f"{type(self.model).__name__} returns no key-value cache, so it cannot be sampled from")
-        logits_DV = output.logits[:, -1]
-        uniforms_BT = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(logits_DV.device)
+            raise ModelError(
+                f"{type(self.model).__name__} returns no key-value cache, so it cannot be sampled from"
+            )
         batch = _Batch(
-            logits_DV, output.past_key_values, mask_DT.to(device), positions_DT[:, -1] + 1, uniforms_BT
+            output.logits[:, -1], output.past_key_values, mask_DT.to(device), positions_DT[:, -1] + 1
         )
         batch.select([distinct[row.prompt.token_ids] for row in rows])
         return batch
@@ -192,8 +196,8 @@ class HFEngine:
             if not math.isfinite(logp):
                 raise NonFiniteError(
                     f"the logits of prompt {row.prompt.id}, rollout {row.index}, at response token "
-                    f"{len(row.token_ids)} are NaN or infinite (policy version {self.version}); the weights are "
-                    "damaged or overflow their dtype: go back to an earlier checkpoint or try float32"
+                    f"{len(row.token_ids)} are NaN or infinite (policy version {self.version}); the weights "
+                    "are damaged or overflow their dtype: go back to an earlier checkpoint or try float32"
                 )
             row.token_ids.append(token_id)
             row.logprobs.append(logp)
@@ -223,7 +227,7 @@ class HFEngine:
 
 
 def _rows(prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[_Row]:
-    """Prompt-major rows. A prompt id that comes again in the call continues its numbering of random streams."""
+    """Prompt-major rows. A prompt id that comes again in the call continues its random streams."""
     seen: Counter[int] = Counter()
     rows = []
     for prompt in prompts:
@@ -238,21 +242,22 @@ def _rows(prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> l
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every end-of-sequence id that the generation config or the tokenizer names; ModelError if there is none."""
+    """Every end-of-sequence id that the generation config or the tokenizer names; ModelError if none."""
     config = model.generation_config
-    ids = [] if config is None else np.atleast_1d(config.eos_token_id).tolist()
-    found = {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    named = None if config is None else config.eos_token_id
+    ids = named if isinstance(named, list) else [named]
+    found = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
     if not found:
         raise ModelError(
-            "neither the model's generation config nor the tokenizer names an end-of-sequence token, so no response "
-            "could end; set tokenizer.eos_token, or pass eos_token_ids"
+            "neither the model's generation config nor the tokenizer names an end-of-sequence token, so no "
+            "response could end; set tokenizer.eos_token, or pass eos_token_ids"
         )
     return found
 
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every submodule's own mode comes back, since some may be frozen in eval within a training model."""
+    """Eval mode inside. Each submodule gets its own mode back: some may be in eval in a training model."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -16,7 +16,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 def rollout_uniforms(seed: int, step: int, prompt_id: int, index: int, count: int) -> np.ndarray:
-    """The first `count` uniforms in [0, 1) of one rollout: (count,) float64, one a position, from numpy's Philox.
+    """The first `count` uniforms in [0, 1) of one rollout: (count,) float64, one a position, from Philox.
 
     A longer draw begins with the shorter one, so `max_new_tokens` does not change what is sampled before it.
     """
@@ -24,21 +24,25 @@ def rollout_uniforms(seed: int, step: int, prompt_id: int, index: int, count: in
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
-def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """One id a row and its log-probability: (B,) int64 and (B,) float32.
 
-    The id is the inverse of the cumulative softmax(logits / temperature), in id order, at that row's uniform (float64);
-    at temperature 0 it is the argmax, scored at temperature 1. The log-probability is that of the full softmax also when
-    `top_p` narrows the choice. A row with NaN or +inf logits gets a log-probability that is not finite; an id of
-    probability zero is never chosen.
+    The id is the inverse of the cumulative softmax(logits / temperature), in id order, at that row's uniform
+    (float64); at temperature 0 it is the argmax, scored at temperature 1. The log-probability is that of the
+    full softmax also when `top_p` narrows the choice. A row with NaN or +inf logits gets a log-probability
+    that is not finite; an id of probability zero is never chosen.
     """
     num_rows = max(1, _BLOCK_ELEMENTS // logits_BV.shape[-1])
-    blocks = zip(logits_BV.split(num_rows), uniform_B.split(num_rows), strict=True)
+    blocks = zip(logits_BV.split(num_rows), uniform_B.to(logits_BV.device).split(num_rows), strict=True)
     picked = [_choose_block(logits, uniform, temperature, top_p) for logits, uniform in blocks]
     return torch.cat([ids for ids, _ in picked]), torch.cat([logp for _, logp in picked])
 
 
-def _choose_block(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+def _choose_block(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float
+) -> tuple[Tensor, Tensor]:
     scaled_BV = logits_BV.float()
     if temperature not in (0.0, 1.0):
         scaled_BV = scaled_BV / temperature
@@ -54,16 +58,20 @@ def _choose_block(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_
 
 
 def keep_top_p(prob_BV: Tensor, top_p: float) -> Tensor:
-    """Zeroes all but the smallest set of most likely ids whose mass reaches `top_p` (ties: lower id first); not renormalised."""
-    sorted_BV, order_BV = prob_BV.sort(-1, descending=True, stable=True)
+    """Zeroes all but the fewest most likely ids (ties: lower id first) whose mass reaches `top_p`.
+
+    The rest is not renormalised. At least one id stays.
+    """
+    sorted_BV, order_BV = prob_BV.sort(dim=-1, descending=True, stable=True)
     mass_before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
     return torch.zeros_like(prob_BV).scatter_(-1, order_BV, sorted_BV.where(mass_before_BV < top_p, 0.0))
 
 
 def _invert(prob_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Smallest id whose cumulative probability exceeds uniform * total: its own probability is then above zero.
+    """Smallest id whose cumulative probability exceeds uniform * total: its own is then above zero.
 
-    uniform * total < total for every float64 uniform below 1, so some id always qualifies; the clamp is for rows of NaN.
+    uniform * total < total for every float64 uniform below 1, so some id always qualifies; the clamp is for
+    rows of NaN.
     """
     total_BV = prob_BV.cumsum(-1, dtype=torch.float64)
     target_B1 = (uniform_B * total_BV[:, -1])[:, None]

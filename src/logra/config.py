@@ -1,0 +1,388 @@
+"""The configuration: strict pydantic models, YAML below flags, dotted overrides. Imports no torch.
+
+An unknown key is an error that names the nearest valid one; `1e-6` is a number, which plain YAML reads as a string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from logra.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A section of the configuration: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+class Model(Section):
+    """Which model: a Hugging Face name, a folder, or `builtin:tiny-llama` / `builtin:tiny-gpt2`."""
+
+    name_or_path: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype: weights are always float32; bfloat16 computes under autocast."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    gradient_checkpointing: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of a file that holds one; replaces the tokenizer's own."""
+
+
+class Method(Section):
+    """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft adapters on them."""
+
+    name: Literal["logra", "dense", "lora"] = "logra"
+    lr: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    targets: list[str] | str | None = None
+    rank: int = Field(64, ge=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(0.0, ge=0)
+    """Clip the gradient norm (for logra its estimate from the sketches); 0 is off."""
+    eps: float = Field(1e-8, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas for dense and lora; logra's row_adam uses the second."""
+    basis: Literal["random", "gaussian"] = "random"
+    optimizer: Literal["row_adam", "sgd"] = "row_adam"
+    variant: Literal["simplified", "paper"] = "simplified"
+    update_ratio: float = Field(6e-5, gt=0)
+    refresh: bool = True
+    bits: Literal[8, 15] = 8
+    lora_alpha: float | None = None
+    """LoRA's alpha; the default is the rank, so that the adapter's scale is 1."""
+
+
+class Trust(Section):
+    """The trust region of logra: the step is scaled so that its predicted KL stays within the budget."""
+
+    enabled: bool = True
+    budget: Literal["constant", "cosine"] = "cosine"
+    start: float = Field(2e-4, gt=0)
+    final: float = Field(2e-5, gt=0)
+    steps: int = Field(300, ge=1)
+    largest_scale: float = Field(3.0, gt=0)
+    mode: Literal["auto", "forward", "finite_difference"] = "auto"
+    probe_rollouts: int = Field(2, ge=1)
+    probe_max_tokens: int = Field(4096, ge=2)
+    mismatch: bool = True
+    measure_every: int = Field(10, ge=0)
+    verify: bool = False
+    tolerance: float = Field(1.5, ge=1)
+
+
+class Data(Section):
+    """Prompts: `reasoning_gym:TASK`, a .jsonl/.json/.parquet file, a saved data set folder, or a hub data set name."""
+
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of a reasoning-gym task."""
+    size: int | None = Field(None, ge=1)
+    """How many items to generate (reasoning-gym) or to use at most."""
+    seed: int | None = None
+    """Seed of generated items; default: the run's seed."""
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    system_prompt: str | None = None
+    prompt_prefix: str = ""
+    prompt_suffix: str = ""
+    chat: bool | None = None
+    """None: use the chat template where there is one; true: require it; false: plain text."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_prompt_tokens: int = Field(1024, ge=1)
+    shuffle: bool = True
+
+
+class Reward(Section):
+    """One reward function: a built-in name or a dotted path `package.module.function` / `file.py:function`."""
+
+    function: str
+    weight: float = 1.0
+    params: dict[str, Any] = Field(default_factory=dict)
+    kind: Literal["trl", "verl"] = "trl"
+
+
+class Rewards(Section):
+    """How rewards are computed: worker processes with a wall-clock limit."""
+
+    functions: list[Reward] = Field(min_length=1)
+    workers: int = Field(2, ge=1)
+    timeout_s: float = Field(10.0, gt=0)
+    error_limit: float = Field(0.5, ge=0, le=1)
+
+
+class RolloutSection(Section):
+    """One step samples prompts_per_step x rollouts_per_prompt responses."""
+
+    engine: Literal["hf"] = "hf"
+    prompts_per_step: int = Field(8, ge=1)
+    rollouts_per_prompt: int = Field(8, ge=1)
+    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_size: int | None = Field(None, ge=1)
+    """Rows generated at once; None: all."""
+
+
+class Algorithm(Section):
+    """Advantage, loss, normalisation and corrections."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "running_baseline"] = "grpo"
+    advantage_params: dict[str, Any] = Field(default_factory=dict)
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Truncated importance sampling of trainer against rollout log-probs; None: off."""
+    importance_level: Literal["token", "sequence"] = "token"
+    kl_coef: float = Field(0.0, ge=0)
+    """k3 KL to the starting policy; 0: no reference is loaded."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates per batch of rollouts; above 1 the clipped ratio matters."""
+    mask_truncated: bool = False
+
+
+class Train(Section):
+    steps: int = Field(100, ge=1)
+    microbatch_size: int = Field(8, ge=1)
+    """Rollouts per forward and backward pass."""
+
+
+class Evaluation(Section):
+    """Held-out evaluation with its own sampling; `data` gives what differs from the training data section."""
+
+    every: int = Field(0, ge=0)
+    before: bool = True
+    after: bool = True
+    data: dict[str, Any] = Field(default_factory=dict)
+    num_prompts: int | None = Field(None, ge=1)
+    rollouts_per_prompt: int = Field(1, ge=1)
+    ks: list[int] = Field(default_factory=lambda: [1])
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int | None = Field(None, ge=1)
+    success_threshold: float = 1.0
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _enough_rollouts(self) -> Evaluation:
+        if max(self.ks) > self.rollouts_per_prompt:
+            raise ValueError(f"pass@{max(self.ks)} needs rollouts_per_prompt >= {max(self.ks)}, not {self.rollouts_per_prompt}")
+        return self
+
+
+class Checkpoint(Section):
+    every: int = Field(25, ge=0)
+    """Steps between checkpoints; 0: only the final export."""
+    keep: int = Field(2, ge=1)
+
+
+class Log(Section):
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    project: str = "logra"
+    completions: bool = True
+
+
+class Config(Section):
+    """A whole run."""
+
+    output_dir: str = "runs/run"
+    resume: str = "never"
+    """never, auto (newest complete checkpoint of output_dir, if any), or the path of a checkpoint."""
+    seed: int = 42
+    threads: int | None = Field(None, ge=1)
+    model: Model
+    data: Data
+    reward: Rewards
+    method: Method = Field(default_factory=Method)
+    trust: Trust = Field(default_factory=Trust)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    train: Train = Field(default_factory=Train)
+    eval: Evaluation | None = None
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    log: Log = Field(default_factory=Log)
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self) -> Config:
+        rollout, updates = self.rollout, self.algorithm.updates_per_step
+        if rollout.top_p != 1.0 or rollout.top_k != 0:
+            raise ValueError(
+                "rollout.top_p and rollout.top_k change the sampling distribution but not the log-probs that are trained: "
+                "leave top_p at 1 and top_k at 0 (shape evaluation with eval.top_p instead)"
+            )
+        if rollout.prompts_per_step % updates:
+            raise ValueError(
+                f"rollout.prompts_per_step={rollout.prompts_per_step} is not divisible by algorithm.updates_per_step={updates}"
+            )
+        total = rollout.prompts_per_step * rollout.rollouts_per_prompt
+        if rollout.rollouts_per_prompt == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"algorithm.advantage={self.algorithm.advantage} compares rollouts of one prompt: use "
+                "rollout.rollouts_per_prompt >= 2, or advantage reinforce++ or running_baseline"
+            )
+        if self.train.microbatch_size > total // updates:
+            self.train.microbatch_size = total // updates
+        return self
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number (YAML 1.2) and refuses a key given twice."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+)$"),
+    list("-+0123456789."),
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_value(text: str) -> Any:
+    """A flag's value, read as YAML: numbers, true/false/null, lists and mappings; anything else is a string."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError:
+        return text
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping from a file; `ConfigError` with the line if it is not one."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except FileNotFoundError as error:
+        raise ConfigError(f"no recipe at {path}: give the path of a YAML file, such as recipes/demo.yaml") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, it holds {type(data).__name__}")
+    return data
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--section.key value` or `--section.key=value` pairs, as a flat mapping of dotted keys."""
+    result: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or len(flag) < 3:
+            raise ConfigError(f"expected --section.key VALUE, got {flag!r}")
+        key, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{key} needs a value")
+            value = rest.pop(0)
+        result[key.replace("-", "_")] = parse_value(value)
+    return result
+
+
+def apply_overrides(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `data` with dotted keys set; a dotted key through something that is no mapping is refused."""
+    result = _copy(data)
+    for dotted, value in overrides.items():
+        *path, last = dotted.split(".")
+        node: Any = result
+        for part in path:
+            if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+                node = node[int(part)]
+                continue
+            if not isinstance(node, dict):
+                raise ConfigError(f"--{dotted}: {part} is not inside a section")
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+            node[int(last)] = value
+        elif isinstance(node, dict):
+            node[last] = value
+        else:
+            raise ConfigError(f"--{dotted}: {'.'.join(path)} is not a section")
+    return result
+
+
+def _copy(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {k: _copy(v) for k, v in node.items()}
+    return [_copy(v) for v in node] if isinstance(node, list) else node
+
+
+def load_config(path: str | Path, arguments: Sequence[str] = ()) -> Config:
+    """Read a recipe, lay the flags over it, validate it whole. Raises `ConfigError` listing every fault with its fix."""
+    return make_config(apply_overrides(read_yaml(path), parse_overrides(arguments)))
+
+
+def make_config(data: dict[str, Any]) -> Config:
+    """Validate a mapping; every fault is listed in one `ConfigError`."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(detail) for detail in error.errors()]
+        raise ConfigError("the configuration is not valid:\n" + "\n".join(f"  - {line}" for line in lines)) from error
+
+
+def _explain(detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        valid = _valid_keys(detail["loc"][:-1])
+        near = difflib.get_close_matches(str(detail["loc"][-1]), valid, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
+        elsewhere = _elsewhere(str(detail["loc"][-1]))
+        return f"{where}: unknown key; {elsewhere or hint}"
+    if detail["type"] == "missing":
+        return f"{where}: required and not given"
+    message = detail["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(detail["input"], dict) else f" (got {detail['input']!r})"
+    return f"{where}: {message}{given}" if where else message
+
+
+def _valid_keys(location: tuple[Any, ...]) -> list[str]:
+    section: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        kind = section.model_fields[part].annotation
+        candidates = [kind, *getattr(kind, "__args__", ())]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
+    return list(section.model_fields)
+
+
+def _elsewhere(key: str) -> str:
+    """The section that has exactly this key, when it was put in the wrong one."""
+    for name, field in Config.model_fields.items():
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields:
+                return f"did you mean {name}.{key}?"
+    return ""
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,173 @@
+"""AdamW: on the same target weights (`dense`) or on peft LoRA adapters of all of them (`lora`); torch's own optimizer."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra.errors import CheckpointError, ConfigError, NonFiniteError
+from logra.rl.methods.base import Probe, Schedule, StepResult, take
+from logra.sketch.targets import Skipped, check_float32, select_targets
+
+
+class AdamWMethod:
+    """AdamW over named parameters, with the rule "no signal, no step" and strict state. Base of the two methods."""
+
+    name = "adamw"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+    ):
+        self.model, self.parameters, self.schedule = model, dict(parameters), schedule
+        self.max_grad_norm = max_grad_norm
+        self.num_updates = 0
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()), lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def observe_mismatch(self, gap: float) -> None:
+        """No trust region here: nothing to correct."""
+
+    def step(self, probe: Probe, temperature: float) -> StepResult:
+        lr = self.schedule.at(self.num_updates)
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if not norm < float("inf"):
+            broken = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "some parameter")
+            raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
+        if norm == 0.0:
+            return StepResult(False, {"grad_norm": 0.0, "learning_rate": lr})
+        if self.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, torch.tensor(norm))
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        self.num_updates += 1
+        self.zero()
+        return StepResult(True, {"grad_norm": norm, "learning_rate": lr})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        steps: dict[str, int] = {}
+        for name, parameter in self.parameters.items():
+            slots = self.optimizer.state.get(parameter)
+            if slots:
+                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = slots["exp_avg"], slots["exp_avg_sq"]
+                steps[name] = int(slots["step"])
+        return tensors, {"method": self.name, "num_updates": self.num_updates, "steps": steps}
+
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        if state.get("method") != self.name or set(state["steps"]) - set(self.parameters):
+            raise CheckpointError(f"the checkpoint was written by method {state.get('method')!r} with other targets")
+        for name, step in state["steps"].items():
+            parameter = self.parameters[name]
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": take(tensors, f"exp_avg.{name}", parameter).to(parameter.device).clone(),
+                "exp_avg_sq": take(tensors, f"exp_avg_sq.{name}", parameter).to(parameter.device).clone(),
+            }
+        self.num_updates = int(state["num_updates"])
+
+    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
+        write(self.model, folder)
+
+
+class DenseMethod(AdamWMethod):
+    """AdamW on the targets themselves; everything else is frozen."""
+
+    name = "dense"
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, targets: Sequence[str] | str | None = None, **options: Any):
+        self.targets, self.skipped = select_targets(model, targets)
+        check_float32(self.targets)
+        chosen = {id(t.weight) for t in self.targets}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        super().__init__(model, {t.name: t.weight for t in self.targets}, schedule, **options)
+
+    def describe(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[Skipped]]:
+        return [(t.name, (t.out_features, t.in_features)) for t in self.targets], self.skipped
+
+
+class LoraMethod(AdamWMethod):
+    """peft LoRA adapters on the same targets (all projections, not peft's default of two), trained by AdamW.
+
+    alpha: default the rank, so that the adapters' scale is 1. The adapters' start is keyed by the seed and their names.
+    """
+
+    name = "lora"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        rank: int = 64,
+        alpha: float | None = None,
+        seed: int = 42,
+        targets: Sequence[str] | str | None = None,
+        **options: Any,
+    ):
+        chosen, self.skipped = select_targets(model, targets)
+        check_float32(chosen)
+        self.chosen = [(t.name, (t.out_features, t.in_features)) for t in chosen]
+        wrapped = _wrap(model, [t.name.removesuffix(".weight") for t in chosen], chosen[0].transposed, rank, alpha or rank)
+        adapters = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
+        for name, parameter in adapters.items():
+            _initialise(name, parameter, seed)
+        super().__init__(wrapped, adapters, schedule, **options)
+
+    def describe(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[Skipped]]:
+        return self.chosen, self.skipped
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, values = super().state()
+        return tensors | {f"adapter.{n}": p.detach() for n, p in self.parameters.items()}, values
+
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        super().load_state(tensors, state)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(take(tensors, f"adapter.{name}", parameter))
+
+    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
+        write(copy.deepcopy(self.model).merge_and_unload(), folder)  # type: ignore[operator]
+
+
+def _wrap(model: nn.Module, names: list[str], transposed: bool, rank: int, alpha: float) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("method lora needs peft: pip install 'logra[peft]'") from error
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=names, fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+    )  # type: ignore[arg-type]
+    return peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+
+
+def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """peft's own start (A: Kaiming uniform with a = sqrt 5, B: zero), drawn from a generator of this adapter's own."""
+    if "lora_A" not in name:
+        return
+    digest = hashlib.blake2b(f"{seed}:adapter:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    start = torch.empty(parameter.shape, dtype=torch.float32)
+    nn.init.kaiming_uniform_(start, a=5**0.5, generator=generator)
+    with torch.no_grad():
+        parameter.copy_(start)

@@ -1,0 +1,160 @@
+"""One batch of rollouts -> gradients (or sketches): log-probs, loss, backward, microbatch by microbatch.
+
+Shape legend: B rollouts, P prompt columns, C completion columns, V vocabulary. Weights of the batch hold the one global
+denominator of the optimizer step, so microbatch losses simply add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from logra.errors import NonFiniteError
+from logra.rl.batch import TrainBatch
+from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """See the fields of the same names in `logra.config.Algorithm`; temperature is the sampling temperature."""
+
+    kind: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    importance_cap: float | None = 2.0
+    importance_level: str = "token"
+    kl_coef: float = 0.0
+    temperature: float = 1.0
+    autocast: bool = False
+
+
+def token_logprobs(
+    model: nn.Module, batch: TrainBatch, temperature: float, autocast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(log-probs (B, C) of the completion tokens, entropy (B, C) without gradient), float32 nats at `temperature`.
+
+    Only the C + 1 last positions reach the output head. Values in padding are finite and meaningless: mask them.
+    """
+    columns = batch.completion_ids.shape[1]
+    with torch.autocast(batch.completion_ids.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=columns + 1,
+        ).logits
+    logits_BCV = logits[:, :-1].float() / temperature
+    normaliser_BC = torch.logsumexp(logits_BCV, dim=-1)
+    logp_BC = logits_BCV.gather(-1, batch.completion_ids[..., None]).squeeze(-1) - normaliser_BC
+    with torch.no_grad():
+        probs_BCV = torch.softmax(logits_BCV, dim=-1)
+        entropy_BC = normaliser_BC - (probs_BCV * logits_BCV).sum(-1)
+    return logp_BC, entropy_BC
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSettings) -> Tensor:
+    """Log-probs (B, C) of a whole batch without gradient, `size` rows at a time; 0 in padding."""
+    result = torch.zeros_like(batch.rollout_logprobs)
+    for start in range(0, len(batch), size):
+        rows = range(start, min(start + size, len(batch)))
+        part = batch.slice(rows)
+        logp, _ = token_logprobs(model, part, settings.temperature, settings.autocast)
+        result[rows.start : rows.stop, : logp.shape[1]] = torch.where(part.completion_mask, logp, 0.0)
+    return result
+
+
+class Tally:
+    """Sums over microbatches that become means at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.maxima: dict[str, float] = {}
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        self.sums[name] += float(value)
+
+    def peak(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+
+    def mean(self, name: str, count: str) -> float:
+        return self.sums[name] / max(1.0, self.sums[count])
+
+
+def accumulate(
+    model: nn.Module,
+    batch: TrainBatch,
+    size: int,
+    settings: LossSettings,
+    *,
+    old_logp: Tensor | None = None,
+    reference_logp: Tensor | None = None,
+    tally: Tally,
+) -> None:
+    """Backward of the whole batch in microbatches of `size`; statistics go into `tally`.
+
+    old_logp (B, C): the policy's log-probs at the start of the step, None if it has not moved since (the ratio is then 1 and
+    no second forward pass is needed). Raises `NonFiniteError` before the backward pass of a loss that is not finite.
+    """
+    for start in range(0, len(batch), size):
+        rows = range(start, min(start + size, len(batch)))
+        part = batch.slice(rows)
+        columns = part.completion_ids.shape[1]
+        logp, entropy = token_logprobs(model, part, settings.temperature, settings.autocast)
+        old = None if old_logp is None else old_logp[rows.start : rows.stop, :columns]
+        ref = None if reference_logp is None else reference_logp[rows.start : rows.stop, :columns]
+        loss = _loss(part, logp, old, ref, settings, tally)
+        if not math.isfinite(float(loss)):
+            raise NonFiniteError(
+                f"the loss is {float(loss)} (prompts {sorted(set(part.group_ids.tolist()))}); nothing was applied: "
+                "check the model's dtype, the rewards and the learning rate"
+            )
+        _note(part, logp.detach() if old is None else old, entropy, tally)
+        tally.add("loss", loss.detach())
+        loss.backward()
+
+
+def _loss(
+    part: TrainBatch, logp: Tensor, old: Tensor | None, ref: Tensor | None, settings: LossSettings, tally: Tally
+) -> Tensor:
+    mask = part.loss_mask
+    per_token, clipped = policy_loss(
+        settings.kind, logp, old, part.advantages, mask,
+        clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
+    )  # fmt: skip
+    for name, value in clipped.items():
+        tally.add(name, value)
+    if settings.importance_cap is not None:
+        trainer = logp.detach() if old is None else old
+        weights = importance_weights(
+            trainer, part.rollout_logprobs, mask, cap=settings.importance_cap, level=settings.importance_level
+        )
+        per_token = per_token * weights
+    if ref is not None:
+        kl = k3_kl(logp, ref, mask)
+        tally.add("kl", kl.detach().sum())
+        per_token = per_token + settings.kl_coef * kl
+    return weighted_loss(per_token, part.weights)
+
+
+def _note(part: TrainBatch, trainer: Tensor, entropy: Tensor, tally: Tally) -> None:
+    """Entropy and the gap between the log-probs of rollout engine and trainer, over the tokens in the loss."""
+    mask = part.loss_mask
+    gap = torch.where(mask, part.rollout_logprobs - trainer, 0.0)
+    tally.add("tokens", mask.sum())
+    tally.add("entropy", torch.where(mask, entropy, 0.0).sum())
+    ended = mask & part.terminated[:, None]
+    tally.add("terminated_gap", torch.where(ended, gap, 0.0).sum())
+    tally.add("terminated_tokens", ended.sum())
+    tally.add("gap_abs", gap.abs().sum())
+    tally.peak("gap_abs", float(gap.abs().max()))
+    ratio = torch.where(mask, torch.exp((-gap).clamp(-20.0, 20.0)), 1.0)
+    tally.add("mismatch_kl", (ratio - 1.0 + gap).sum())  # k3 estimate of KL(engine || trainer)
+    tally.peak("ratio", float(ratio.max()))
+    tally.peak("minus_ratio", -float(ratio.min()))

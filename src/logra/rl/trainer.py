@@ -1,0 +1,344 @@
+"""The training loop: rollout, reward, advantage, batch, update, publish, log; then evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from logra.errors import CheckpointError, RewardError
+from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages
+from logra.rl.batch import TrainBatch, collate
+from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
+from logra.rl.engines.base import Engine, check_training_sampling
+from logra.rl.evaluate import EvalResult
+from logra.rl.methods.base import Method
+from logra.rl.rewards.pool import RewardPool
+from logra.rl.rewards.result import RewardResult
+from logra.rl.run_dir import CompletionsWriter, MetricsWriter
+from logra.rl.sampler import PromptSampler
+from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
+from logra.rl.types import Prompt, Rollout, Sampling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run. One step: `prompts_per_step * rollouts_per_prompt` rollouts, `updates_per_step` updates."""
+
+    steps: int
+    prompts_per_step: int
+    rollouts_per_prompt: int
+    microbatch_size: int
+    sampling: Sampling
+    loss: LossSettings
+    advantage: str = "grpo"
+    advantage_params: Mapping[str, Any] = field(default_factory=dict)
+    aggregation: str = "token"
+    mask_truncated: bool = False
+    updates_per_step: int = 1
+    probe_rollouts: int = 2
+    probe_max_tokens: int = 4096
+    eval_every: int = 0
+    eval_before: bool = True
+    eval_after: bool = True
+    checkpoint_every: int = 0
+
+
+class Listener(Protocol):
+    """Follows a run: the terminal, a tracker."""
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_eval(self, step: int, result: EvalResult) -> None: ...
+
+
+class Trainer:
+    """Holds the parts and the counters; `fit` runs. Everything that changes over a run is in `state` or in the parts."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        method: Method,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        sampler: PromptSampler,
+        rewards: RewardPool,
+        pad_id: int,
+        metrics: MetricsWriter,
+        completions: CompletionsWriter | None = None,
+        evaluator: Callable[[], EvalResult] | None = None,
+        checkpoints: CheckpointStore | None = None,
+        write_model: Callable[[nn.Module, Path], None] | None = None,
+        reference: nn.Module | None = None,
+        listeners: Sequence[Listener] = (),
+    ):
+        check_training_sampling(plan.sampling)
+        self.plan, self.method, self.engine = plan, method, engine
+        self.prompts, self.sampler, self.rewards, self.pad_id = prompts, sampler, rewards, pad_id
+        self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
+        self.checkpoints, self.write_model, self.reference = checkpoints, write_model, reference
+        self.listeners = list(listeners)
+        self.device = next(method.model.parameters()).device
+        self.baseline = RunningBaseline() if plan.advantage == "running_baseline" else None
+        self.step = 0  # finished steps
+        self.num_skipped = 0
+        self.num_tokens = 0
+
+    # -- the algorithm ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Run from the current step to the last. A killed run, resumed, continues bit for bit."""
+        self.engine.publish(self.method.num_updates, None)
+        if self.step == 0 and self.plan.eval_before:
+            self.evaluate()
+        while self.step < self.plan.steps:
+            started = time.perf_counter()
+            prompts = [self.prompts[i] for i in self.sampler.next_batch()]
+            rollouts = self.rollout(prompts)
+            rollout_s = time.perf_counter() - started
+            scores = self.rewards.score_rollouts(rollouts)
+            advantages = self.advantages(rollouts, scores)
+            batch = self.batch(rollouts, advantages)
+            metrics = self.update(batch)
+            self.commit(scores, metrics)
+            self.step += 1
+            metrics |= {"step_time": time.perf_counter() - started, "time/rollout": rollout_s}
+            self.log(rollouts, scores, advantages, metrics)
+            is_last = self.step == self.plan.steps
+            if is_last and self.plan.eval_after:
+                self.evaluate()
+            elif self.plan.eval_every and self.step % self.plan.eval_every == 0:
+                self.evaluate()
+            if self.plan.checkpoint_every and (is_last or self.step % self.plan.checkpoint_every == 0):
+                self.save()
+
+    def rollout(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """Sample; random numbers are keyed by the step, the prompt and the rollout's index."""
+        sampling = Sampling(**{**self.plan.sampling.__dict__, "step": self.step})
+        return self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
+
+    def advantages(self, rollouts: Sequence[Rollout], scores: RewardResult) -> AdvantageResult:
+        rewards = _as_tensor(scores.total)
+        if bool(rewards.isnan().all()):
+            causes = "; ".join(f"{n}: {m}" for n, m in scores.messages.items()) or "every function abstained"
+            raise RewardError(f"no rollout of step {self.step} got a reward ({causes})")
+        groups = torch.tensor([r.prompt.id for r in rollouts])
+        lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+        return compute_advantages(
+            self.plan.advantage, rewards, groups, state=self.baseline, lengths=lengths, **self.plan.advantage_params
+        )
+
+    def batch(self, rollouts: Sequence[Rollout], advantages: AdvantageResult) -> TrainBatch:
+        batch = collate(rollouts, self.pad_id, mask_truncated=self.plan.mask_truncated)
+        return self._weighted(batch, advantages.advantages, advantages.dropped).to(self.device)
+
+    def _weighted(self, batch: TrainBatch, advantages: Tensor, dropped: Tensor) -> TrainBatch:
+        """The global denominator of one optimizer update."""
+        return batch.with_advantages(
+            advantages,
+            aggregation=self.plan.aggregation,
+            max_new_tokens=self.plan.sampling.max_new_tokens,
+            dropped=dropped,
+        )
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer updates of one batch of rollouts; counts those skipped because nothing could be learned."""
+        plan, count = self.plan, self.plan.updates_per_step
+        old = reference = None
+        if count > 1:
+            old = logprobs_of(self.method.model, batch, plan.microbatch_size, plan.loss)
+        if self.reference is not None:
+            reference = logprobs_of(self.reference, batch, plan.microbatch_size, plan.loss)
+        tally, metrics, applied = Tally(), {}, 0
+        for index in range(count):
+            rows = range(index * len(batch) // count, (index + 1) * len(batch) // count)
+            part = batch.slice(rows)
+            if count > 1:
+                part = self._weighted(part, part.advantages, part.dropped)
+            if not part.has_signal and self.reference is None:
+                continue
+            metrics |= self._update_once(part, _rows(old, rows), _rows(reference, rows), tally)
+            applied += int(metrics.pop("applied"))
+        self.num_skipped += count - applied
+        self.num_tokens += int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum())
+        return metrics | _means(tally) | {"updates": applied}
+
+    def _update_once(
+        self, part: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally
+    ) -> dict[str, float]:
+        plan, method, own = self.plan, self.method, Tally()
+        method.zero()
+        accumulate(
+            method.model, part, plan.microbatch_size, plan.loss, old_logp=old, reference_logp=reference, tally=own
+        )
+        _merge(own, tally)
+        gap = _terminated_gap(own)
+        if gap is not None and old is None:
+            method.observe_mismatch(gap)
+        result = method.step(lambda: self.probe(part), plan.loss.temperature)
+        if result.applied:
+            self.engine.publish(method.num_updates, result.message)
+        return {**result.metrics, "applied": float(result.applied)}
+
+    def probe(self, batch: TrainBatch) -> dict[str, Tensor]:
+        """Contexts for the trust region: rollouts of as many different prompts as possible, the same on every run."""
+        group = self.plan.rollouts_per_prompt
+        order = sorted(range(len(batch)), key=lambda row: (row % group, row))
+        lengths = batch.lengths.tolist()
+        rows = [row for row in order if lengths[row] > 0][: self.plan.probe_rollouts]
+        part = batch.probe(rows, self.plan.probe_max_tokens)
+        completion = torch.cat([torch.zeros_like(part.prompt_mask), part.completion_mask], dim=1)
+        return {"input_ids": part.input_ids, "attention_mask": part.attention_mask, "completion_mask": completion}
+
+    def commit(self, scores: RewardResult, metrics: Mapping[str, float]) -> None:
+        """The baseline moves only when the policy did."""
+        if self.baseline is not None and metrics["updates"]:
+            self.baseline.commit(_as_tensor(scores.total))
+
+    def evaluate(self) -> EvalResult | None:
+        if self.evaluator is None:
+            return None
+        result = self.evaluator()
+        self.metrics.write({"step": self.step, **result.metrics()})
+        for listener in self.listeners:
+            listener.on_eval(self.step, result)
+        return result
+
+    # -- logging and state --------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        rollouts: Sequence[Rollout],
+        scores: RewardResult,
+        advantages: AdvantageResult,
+        metrics: Mapping[str, float],
+    ) -> None:
+        rewards = _as_tensor(scores.total)
+        rewards = rewards[~rewards.isnan()]
+        record: dict[str, Any] = {
+            "step": self.step,
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+            "frac_reward_zero_std": advantages.frac_zero_std,
+            "dropped": advantages.num_dropped,
+            **scores.metrics(),
+            **_completion_metrics(rollouts),
+            **metrics,
+            "skipped_steps": self.num_skipped,
+            "num_updates": self.method.num_updates,
+            "num_tokens": self.num_tokens,
+            "memory/peak_bytes": _peak_bytes(self.device),
+        }
+        self.metrics.write(record)
+        if self.completions is not None:
+            self.completions.write(
+                self.step, rollouts, reward=scores.total, rewards=scores.per_function,
+                advantage=[float(a) for a in advantages.advantages],
+            )  # fmt: skip
+        for listener in self.listeners:
+            listener.on_step(self.step, record)
+
+    def save(self) -> Path | None:
+        """A checkpoint with all that a bit-identical continuation needs."""
+        if self.checkpoints is None:
+            return None
+        tensors, method_state = self.method.state()
+        rng_tensors, rng_values = rng_state()
+        state = {
+            "step": self.step,
+            "num_skipped": self.num_skipped,
+            "num_tokens": self.num_tokens,
+            "method": method_state,
+            "sampler": self.sampler.state_dict(),
+            "baseline": self.baseline.state_dict() if self.baseline else None,
+            "rng": rng_values,
+        }
+        named = {**{f"method.{k}": v for k, v in tensors.items()}, **{f"rng.{k}": v for k, v in rng_tensors.items()}}
+
+        def write(folder: Path) -> None:
+            if self.write_model is not None:
+                self.method.export(self.write_model, folder)
+
+        return self.checkpoints.save(self.step, tensors=named, state=state, write_model=write)
+
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint whose model weights are already in place."""
+        if (state["baseline"] is None) != (self.baseline is None):
+            raise CheckpointError("the checkpoint was written with another algorithm.advantage: resume with the same one")
+        self.sampler.load_state_dict(state["sampler"])
+        self.method.load_state(_under("method.", tensors), state["method"])
+        if self.baseline is not None:
+            self.baseline.load_state_dict(state["baseline"])
+        self.step, self.num_skipped = int(state["step"]), int(state["num_skipped"])
+        self.num_tokens = int(state["num_tokens"])
+        restore_rng(_under("rng.", tensors), state["rng"])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _rows(values: Tensor | None, rows: range) -> Tensor | None:
+    return None if values is None else values[rows.start : rows.stop]
+
+
+def _as_tensor(rewards: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if r is None else r for r in rewards], dtype=torch.float64)
+
+
+def _merge(own: Tally, total: Tally) -> None:
+    for name, value in own.sums.items():
+        total.add(name, value)
+    for name, value in own.maxima.items():
+        total.peak(name, value)
+
+
+def _terminated_gap(tally: Tally) -> float | None:
+    """Mean log-prob gap over the rollouts that ended by themselves; None if there is none."""
+    return tally.mean("terminated_gap", "terminated_tokens") if tally.sums["terminated_tokens"] else None
+
+
+def _means(tally: Tally) -> dict[str, float]:
+    if not tally.sums["tokens"]:
+        return {}
+    means = {
+        "loss": tally.sums["loss"],
+        "entropy": tally.mean("entropy", "tokens"),
+        "mismatch/kl": tally.mean("mismatch_kl", "tokens"),
+        "mismatch/max_abs": tally.maxima["gap_abs"],
+        "sampling/sampling_logp_difference/mean": tally.mean("gap_abs", "tokens"),
+        "sampling/sampling_logp_difference/max": tally.maxima["gap_abs"],
+        "sampling/importance_sampling_ratio/min": -tally.maxima["minus_ratio"],
+        "sampling/importance_sampling_ratio/max": tally.maxima["ratio"],
+    }
+    if "kl" in tally.sums:
+        means["kl"] = tally.mean("kl", "tokens")
+    return means | {n: tally.mean(n, "tokens") for n in tally.sums if n.startswith("clip_ratio/")}
+
+
+def _completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = [len(r.token_ids) for r in rollouts]
+    ended = [len(r.token_ids) for r in rollouts if r.stop == "eos"]
+    return {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": sum(ended) / len(ended) if ended else 0.0,
+    }
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Peak bytes so far: allocated on an accelerator, resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
