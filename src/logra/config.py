@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -142,9 +142,11 @@ class Algorithm(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "running_baseline"] = "grpo"
     advantage_params: dict[str, Any] = Field(default_factory=dict)
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
-    aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.28, gt=0)
+    aggregation: Literal["token", "sequence", "prompt", "constant"] | None = None
+    """Denominator of the loss; None: token, and sequence for gspo, which makes it the paper's objective."""
+    clip_low: float | None = Field(None, gt=0)
+    clip_high: float | None = Field(None, gt=0)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; None: the loss's published values (_CLIPS)."""
     dual_clip: float | None = Field(None, gt=1)
     importance_cap: float | None = Field(2.0, gt=0)
     """Truncated importance sampling of trainer against rollout log-probs; None: off."""
@@ -154,6 +156,18 @@ class Algorithm(Section):
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per batch of rollouts; above 1 the clipped ratio matters."""
     mask_truncated: bool = False
+
+    @model_validator(mode="after")
+    def _defaults_of_the_loss(self) -> Algorithm:
+        low, high = _CLIPS[self.loss]
+        self.clip_low = low if self.clip_low is None else self.clip_low
+        self.clip_high = high if self.clip_high is None else self.clip_high
+        self.aggregation = self.aggregation or ("sequence" if self.loss == "gspo" else "token")
+        return self
+
+
+# DAPO (arXiv 2503.14476), GSPO (arXiv 2507.18071), CISPO without a lower bound (arXiv 2506.13585, cap 5)
+_CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "reinforce": (0.2, 0.28)}
 
 
 class Train(Section):
@@ -244,18 +258,28 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number (YAML 1.2) and refuses a key given twice."""
+    """SafeLoader with the scalars of YAML 1.2, which refuses a key given twice.
+
+    YAML 1.1, PyYAML's own, reads 1e-6 as a string, 010 as 8, 1:30 as 90, `on` as true and 2026-01-02 as a date.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+)$"),
-    list("-+0123456789."),
-)
+_FLOAT = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.Inf)$|\.nan$|\.NaN$")
+for _tag, _pattern, _first in (
+    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), "~nN"),
+    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*|0x[0-9a-fA-F]+)$"), "-+0123456789"),
+    ("float", _FLOAT, "-+0123456789."),
+    ("merge", re.compile(r"<<$"), "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, [*_first, ""] if _tag == "null" else list(_first))
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+    keys = [loader.construct_object(key, deep=True) for key in own]
     for key in keys:
         if keys.count(key) > 1:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
@@ -265,12 +289,30 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes whatever either `_Loader` or YAML 1.1 would take for something other than a string."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
 def parse_value(text: str) -> Any:
-    """A flag's value, read as YAML: numbers, true/false/null, lists and mappings; anything else is a string."""
+    """A flag's value: a YAML scalar (number, true, false, null, quoted string) or a list or mapping in [] or {}.
+
+    Anything else is the text itself, with its spaces, colons and # signs; the empty text too.
+    """
+    start = text.strip()[:1]
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError):
         return text
+    if isinstance(value, str):
+        return value if start in ("'", '"') else text
+    if value is None:
+        return None if text.strip() in ("~", "null", "Null", "NULL") else text
+    if isinstance(value, bool | int | float):
+        return value
+    return value if start in ("[", "{") else text
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -280,7 +322,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError as error:
         raise ConfigError(f"no recipe at {path}: give the path of a YAML file, such as recipes/demo.yaml") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, it holds {type(data).__name__}")
@@ -375,14 +417,36 @@ def _valid_keys(location: tuple[Any, ...]) -> list[str]:
 
 
 def _elsewhere(key: str) -> str:
-    """The section that has exactly this key, when it was put in the wrong one."""
+    """Where exactly this key belongs, when it was put in the wrong section."""
+    places = [key] if key in Config.model_fields else []
     for name, field in Config.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields:
-                return f"did you mean {name}.{key}?"
-    return ""
+                places.append(f"{name}.{key}")
+    return f"did you mean {' or '.join(places)}?" if places else ""
+
+
+# Sections that decide what a run computes: a checkpoint continues only under the same values.
+IDENTITY = ("seed", "model", "data", "reward", "method", "trust", "rollout", "algorithm")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The values that must not change between a checkpoint and its continuation."""
+    dumped = config.model_dump(mode="json")
+    return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}
+
+
+def differences(before: Any, after: Any, where: str = "") -> list[str]:
+    """Readable differences between two dumped configurations."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found = []
+        for key in sorted({*before, *after}):
+            path = f"{where}.{key}" if where else key
+            found += differences(before.get(key), after.get(key), path)
+        return found
+    return [] if before == after else [f"{where} was {before!r}, is {after!r}"]
 
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back to the same value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

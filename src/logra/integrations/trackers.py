@@ -63,8 +63,8 @@ def make_trackers(
             for tracker in trackers:
                 tracker.close()
             raise ConfigError(
-                f"the tracker {name} did not start ({type(error).__name__}: {error}): mend its setup or take it "
-                f"out of the list of trackers"
+                f"the tracker {name} did not start ({type(error).__name__}: {error}): mend its setup or take "
+                f"it out of the list of trackers"
             ) from error
         trackers.append(_Guarded(name, *sink))
     return trackers

@@ -24,15 +24,15 @@ def epoch_permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
 def defer(order: np.ndarray, avoid: list[int], window: int) -> np.ndarray:
     """`order` rearranged so that its first `window` entries hold none of `avoid`; still a permutation.
 
-    Entries to avoid move to just behind the window; only the first window + len(avoid) entries change. Needs
-    window + len(avoid) <= len(order).
+    The window takes the first entries that need not be avoided; all others keep their order. Only the first
+    window + len(avoid) entries can move. Needs window + len(avoid) <= len(order).
     """
     if not avoid or window < 1:
         return order
-    head = order[: window + len(avoid)]
-    is_avoided = np.isin(head, avoid)
-    allowed = head[~is_avoided]
-    return np.concatenate([allowed[:window], head[is_avoided], allowed[window:], order[len(head) :]])
+    is_allowed = ~np.isin(order[: window + len(avoid)], avoid)
+    end = np.flatnonzero(is_allowed)[window - 1] + 1
+    head, is_allowed = order[:end], is_allowed[:end]
+    return np.concatenate([head[is_allowed], head[~is_allowed], order[end:]])
 
 
 class PromptSampler:

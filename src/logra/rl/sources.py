@@ -167,7 +167,7 @@ def load_rows(
 
 def _refuse(name: str, why: str, **options: Any) -> None:
     for option, value in options.items():
-        if value:
+        if value not in (None, {}):
             raise DataError(f"data set {name!r}: {option}={value!r} {why}: remove it")
 
 
@@ -247,10 +247,11 @@ def _load_folder(path: Path, split: str) -> Rows:
     try:
         loaded = datasets.load_from_disk(path)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        found = sorted(str(p) for suffix in FILE_SUFFIXES for p in path.rglob(f"*{suffix}"))[:5]
+        is_saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
+        found = [] if is_saved else sorted(str(p) for s in FILE_SUFFIXES for p in path.rglob(f"*{s}"))
         raise DataError(
             f"the folder {str(path)!r} is not a complete save_to_disk data set ({_describe(error)}): "
-            + (f"name one of its files, for example {found}" if found else "save or copy it again")
+            + (f"name one of its files, for example {found[:5]}" if found else "save or copy it again")
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:

@@ -110,13 +110,14 @@ def accumulate(
         old = None if old_logp is None else old_logp[rows.start : rows.stop, :columns]
         ref = None if reference_logp is None else reference_logp[rows.start : rows.stop, :columns]
         loss = _loss(part, logp, old, ref, settings, tally)
-        if not math.isfinite(float(loss)):
+        value = float(loss.detach())
+        if not math.isfinite(value):
             raise NonFiniteError(
-                f"the loss is {float(loss)} (prompts {sorted(set(part.group_ids.tolist()))}); nothing was applied: "
+                f"the loss is {value} (prompts {sorted(set(part.group_ids.tolist()))}); nothing was applied: "
                 "check the model's dtype, the rewards and the learning rate"
             )
         _note(part, logp.detach() if old is None else old, entropy, tally)
-        tally.add("loss", loss.detach())
+        tally.add("loss", value)
         loss.backward()
 
 

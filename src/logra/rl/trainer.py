@@ -79,6 +79,7 @@ class Trainer:
         write_model: Callable[[nn.Module, Path], None] | None = None,
         reference: nn.Module | None = None,
         listeners: Sequence[Listener] = (),
+        identity: Mapping[str, Any] | None = None,
     ):
         check_training_sampling(plan.sampling)
         self.plan, self.method, self.engine = plan, method, engine
@@ -86,6 +87,7 @@ class Trainer:
         self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
         self.checkpoints, self.write_model, self.reference = checkpoints, write_model, reference
         self.listeners = list(listeners)
+        self.identity = dict(identity or {})  # stored in checkpoints, compared by whoever resumes
         self.device = next(method.model.parameters()).device
         self.baseline = RunningBaseline() if plan.advantage == "running_baseline" else None
         self.step = 0  # finished steps
@@ -260,8 +262,9 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "baseline": self.baseline.state_dict() if self.baseline else None,
             "rng": rng_values,
+            "identity": self.identity,
         }
-        named = {**{f"method.{k}": v for k, v in tensors.items()}, **{f"rng.{k}": v for k, v in rng_tensors.items()}}
+        named = {f"method.{k}": v for k, v in tensors.items()} | rng_tensors
 
         def write(folder: Path) -> None:
             if self.write_model is not None:
@@ -274,16 +277,13 @@ class Trainer:
         if (state["baseline"] is None) != (self.baseline is None):
             raise CheckpointError("the checkpoint was written with another algorithm.advantage: resume with the same one")
         self.sampler.load_state_dict(state["sampler"])
-        self.method.load_state(_under("method.", tensors), state["method"])
+        own = {n.removeprefix("method."): t for n, t in tensors.items() if n.startswith("method.")}
+        self.method.load_state(own, state["method"])
         if self.baseline is not None:
             self.baseline.load_state_dict(state["baseline"])
         self.step, self.num_skipped = int(state["step"]), int(state["num_skipped"])
         self.num_tokens = int(state["num_tokens"])
-        restore_rng(_under("rng.", tensors), state["rng"])
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        restore_rng(tensors, state["rng"])
 
 
 def _rows(values: Tensor | None, rows: range) -> Tensor | None:

@@ -39,10 +39,9 @@ def row_exponents(factor_dr: Tensor, bits: int) -> Tensor:
     top = factor_dr.abs().amax(dim=1)
     if not bool(torch.isfinite(top).all()):
         raise NonFiniteError("the step has a NaN or infinite factor; it was not applied")
-    _, exponent = torch.frexp(top / largest(bits))
-    if bool((exponent > 127).any()):
-        raise NonFiniteError("the step is too large for float32; it was not applied")
-    return torch.where(top > 0, exponent, MIN_EXPONENT).clamp(min=MIN_EXPONENT).to(torch.int8)
+    quantum = top / largest(bits)
+    _, exponent = torch.frexp(quantum)  # wrong for subnormal numbers, which all take the least exponent
+    return torch.where(quantum >= 2.0**MIN_EXPONENT, exponent, MIN_EXPONENT).to(torch.int8)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

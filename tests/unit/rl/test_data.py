@@ -58,7 +58,7 @@ def test_text_is_wrapped_by_the_template_if_there_is_one():
     tokenizer = char_tokenizer()
     prompt = one([{"prompt": "1+1"}], tokenizer, system_prompt="be brief")
     assert prompt.content == "1+1"
-    assert tokenizer.decode(prompt.token_ids) == "system:be brief\nuser:1+1\na:"
+    assert tokenizer.decode(prompt.token_ids) == "s:be brief\nu:1+1\na:"
 
 
 def test_text_stays_plain_without_template_or_on_request():
@@ -123,7 +123,7 @@ def test_mixed_text_and_messages_stay_in_order():
     ]
     tokenizer = char_tokenizer()
     prompts = build_prompts(rows, tokenizer, max_prompt_tokens=100)
-    assert [tokenizer.decode(p.token_ids) for p in prompts] == [f"user:{'1' * (i + 1)}\na:" for i in range(9)]
+    assert [tokenizer.decode(p.token_ids) for p in prompts] == [f"u:{'1' * (i + 1)}\na:" for i in range(9)]
 
 
 def test_template_kwargs_reach_the_template_and_unknown_ones_are_refused():
@@ -203,7 +203,7 @@ def test_over_long_and_empty_prompts_are_left_out_and_counted_by_templated_lengt
     texts = ["1" * 10, "", "1" * 11, None, " \n", "2" * 10]
     rows = [{"prompt": text, "n": i} for i, text in enumerate(texts)]
     rows += [{"prompt": [], "n": 6}, {"prompt": [{"role": "user", "content": " "}], "n": 7}]
-    templated = len("user:\na:") + 10
+    templated = len("u:\na:") + 10
     prompts = build_prompts(rows, char_tokenizer(), max_prompt_tokens=templated)
     assert (prompts.num_too_long, prompts.num_empty, prompts.longest) == (1, 5, templated)
     assert [(p.id, p.columns["n"], p.content) for p in prompts] == [(0, 0, "1" * 10), (5, 5, "2" * 10)]

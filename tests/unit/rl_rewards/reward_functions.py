@@ -97,7 +97,10 @@ def hangs(completions, **kwargs):
     time.sleep(1000)
 
 
-def hangs_in_c(completions, **kwargs):
+def hangs_in_c(completions, pid_file=(), **kwargs):
+    for file in pid_file:
+        with open(file, "w") as out:
+            out.write(f"{os.getpid()}\n")
     ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter lock, as a stuck regular expression does
 
 
@@ -123,7 +126,7 @@ def forks_and_hangs(completions, pid_file, **kwargs):
             time.sleep(1000)
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         with open(file, "w") as out:
-            out.write(f"{os.getpid()} {child} {sleeper.pid}")
+            out.write(f"{os.getpid()} {child} {sleeper.pid}\n")
     time.sleep(1000)
 
 

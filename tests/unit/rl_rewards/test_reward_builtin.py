@@ -133,6 +133,9 @@ def test_reasoning_gym_uses_the_tasks_own_scorer_by_name() -> None:
     assert judge("reasoning_gym", right, {**row, "metadata": json.dumps(row["metadata"])}) == Score(1.0)
     assert judge("reasoning_gym", f"it is {row['answer']}", row, extract="last_integer") == Score(1.0)
     assert judge("reasoning_gym", right, {"answer": row["answer"]}, task="chain_sum") == Score(1.0)
+    assert judge(
+        "reasoning_gym", right, {"answer": None, "metadata": {}, "task": "chain_sum", "entry": entry}
+    ) == Score(1.0)
     assert judge("reasoning_gym", wrong, row).value == 0.0
     assert judge("reasoning_gym", "no tag", row).status == "unparseable"
     assert judge("reasoning_gym", right, {**row, "metadata": None}).status == "abstain"

@@ -65,14 +65,18 @@ def test_a_function_gets_the_whole_batch_unless_it_asks_for_chunks(pool: RewardP
     assert result.per_function["chunked"] == [3.0] * 6 + [1.0]
 
 
-def test_workers_are_light_run_in_the_main_thread_and_may_print(
-    pool: RewardPool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_are_light_and_call_in_their_main_thread(pool: RewardPool) -> None:
     result = score(pool, ["1"] * 4, ["1"] * 4)
     assert result.per_function["modules"] == [0.0] * 4, "a worker imported torch or transformers"
     assert result.per_function["main_thread"] == [1.0] * 4
-    assert result.per_function["prints"] == [1.0] * 4
-    assert capfd.readouterr().out == ""
+
+
+def test_prints_of_a_function_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardPool([f"{FILE}:prints"], workers=1) as pool:
+        assert pool.score(["q"], ["a"], [[1]]).total == [1.0]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "noise on stdout\nraw noise\nxxx" in err
 
 
 def test_other_threads_may_call_it_also_math_verify(pool: RewardPool) -> None:

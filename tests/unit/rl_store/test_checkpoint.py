@@ -269,7 +269,7 @@ def test_a_copy_under_another_name_loads(tmp_path):
 # Writers that die
 
 WRITERS = """
-    # One interpreter imports torch; each writer is a fork of it. Arguments: step, (folder, boundary)...
+    # One interpreter imports torch; each writer is a fork of it. Arguments: folder, boundary, step, ...
     import os, signal, sys
     from pathlib import Path
     import torch
@@ -295,23 +295,14 @@ WRITERS = """
         store = checkpoint.CheckpointStore(folder, keep=2)
         store.save(step, tensors={"a": torch.ones(9)}, state={"by": "writer"}, write_model=write_model)
 
-    for folder, boundary in zip(sys.argv[2::2], sys.argv[3::2]):
+    for folder, boundary, step in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
         child = os.fork()
         if child == 0:
-            write(Path(folder), boundary, int(sys.argv[1]))
+            write(Path(folder), boundary, int(step))
             os._exit(0)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status))
 """
-
-
-def run_writers(folders, boundaries, step):
-    """Exit codes of one writer for each folder, which kills itself at its boundary."""
-    pairs = [text for pair in zip(map(str, folders), boundaries, strict=True) for text in pair]
-    command = [sys.executable, "-c", textwrap.dedent(WRITERS), str(step), *pairs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [int(code) for code in done.stdout.split()]
 
 
 NEW = [*BOUNDARIES, "inside model", "before rename 0"]  # of step 3, beside 1 and 2
@@ -324,26 +315,24 @@ LATE = [
 SWAP = ["inside model", "before rename 0", "before rename 1", "renamed"]  # of another step 2
 
 
-@pytest.mark.parametrize(
-    ("boundaries", "step", "committed"),
-    [(NEW, 3, []), (LATE, 3, LATE), (SWAP, 2, ["renamed"])],
-    ids=["new", "late", "swap"],
-)
-def test_a_killed_writer_costs_only_its_own_checkpoint(tmp_path, boundaries, step, committed):
-    folders = [tmp_path / boundary.replace(" ", "_") for boundary in boundaries]
+def test_a_killed_writer_costs_only_its_own_checkpoint(tmp_path):
+    cases = [(boundary, 3) for boundary in NEW + LATE] + [(boundary, 2) for boundary in SWAP]
+    folders = [tmp_path / str(index) for index in range(len(cases))]
     for folder in folders:
         save(CheckpointStore(folder), 1)
         save(CheckpointStore(folder), 2)
-    codes = run_writers(folders, boundaries, step)
-    assert codes == [-signal.SIGKILL] * len(boundaries)
-    for folder, boundary in zip(folders, boundaries, strict=True):
+    arguments = [str(text) for folder, case in zip(folders, cases, strict=True) for text in (folder, *case)]
+    command = [sys.executable, "-c", textwrap.dedent(WRITERS), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert [int(code) for code in done.stdout.split()] == [-signal.SIGKILL] * len(cases), done.stderr
+    for folder, case in zip(folders, cases, strict=True):
         store = CheckpointStore(folder, keep=2)
         latest, skipped = store.latest_with_report()
         loaded = store.load(latest)
-        expected = {"by": "writer"} if boundary in committed else {"step": 2}
-        assert (skipped, loaded.state) == ([], expected), boundary
+        expected = {"by": "writer"} if case in [("renamed", 2), *((at, 3) for at in LATE)] else {"step": 2}
+        assert (skipped, loaded.state) == ([], expected), case
         save(store, 4)  # the next writer cleans up after the dead one
-        assert names(folder) == [f"step_{loaded.step}", "step_4"], boundary
+        assert names(folder) == [f"step_{loaded.step}", "step_4"], case
 
 
 def test_clean_up_leaves_unknown_names_alone(tmp_path):
@@ -417,31 +406,16 @@ def test_a_failing_flush_leaves_the_earlier_checkpoints(tmp_path, monkeypatch, c
     assert all(is_whole(path) for path in store.steps().values())
 
 
-def test_a_real_write_limit(tmp_path):
-    """The kernel refuses to let any file grow past 2 kB: safetensors' own writer meets it, not a fake."""
-    code = """
-        import resource, sys
-        from pathlib import Path
-        import torch
-        from logra.errors import CheckpointError
-        from logra.rl.checkpoint import CheckpointStore
-        store = CheckpointStore(Path(sys.argv[1]))
-        store.save(1, tensors={"a": torch.ones(100)}, state={})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-        try:
-            store.save(2, tensors={"a": torch.ones(10_000)}, state={})
-        except CheckpointError as error:
-            print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step_2 could not be written" in done.stdout and "40,000 bytes" in done.stdout
+def test_a_real_write_limit(tmp_path, file_limit):
+    """safetensors' own writer meets the limit, not a fake."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    with file_limit(2048), pytest.raises(CheckpointError, match=r"step_2 could not be .* need 40,000 bytes"):
+        store.save(2, tensors={"a": torch.ones(10_000)}, state={})
+    with file_limit(2048), pytest.raises(CheckpointError, match="step_2 could not be written"):
+        store.save(2, tensors={}, state={"long": "x" * 3000})
     assert names(tmp_path) == ["step_1"]
+    assert store.load(store.latest()).step == 1
 
 
 def test_any_other_failure_of_the_model_writer_leaves_nothing(tmp_path):

@@ -58,7 +58,7 @@ class Method(Protocol):
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None: ...
 
     def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
-        """Call `write(model, folder)` with the plain model as it is now (adapters merged)."""
+        """Call `write(model, folder)` with the model as it is now; the writer merges peft adapters."""
         ...
 
 

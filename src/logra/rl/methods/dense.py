@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -145,9 +144,6 @@ class LoraMethod(AdamWMethod):
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(take(tensors, f"adapter.{name}", parameter))
-
-    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
-        write(copy.deepcopy(self.model).merge_and_unload(), folder)  # type: ignore[operator]
 
 
 def _wrap(model: nn.Module, names: list[str], transposed: bool, rank: int, alpha: float) -> nn.Module:

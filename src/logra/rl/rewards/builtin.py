@@ -193,7 +193,8 @@ def math_verify() -> Scorer:
 def reasoning_gym(extract: str = "answer_tag", task: str | None = None) -> Scorer:
     """The task's own scorer, rebuilt by name: `task`, else metadata["source_dataset"]. Partial credit stays.
 
-    Reads the columns answer, metadata (a mapping, or one as JSON) and question (if absent, the prompt).
+    Reads the columns answer, metadata (a mapping, or one as JSON) and question (if absent, the prompt), or
+    the whole entry from the column "entry" if there is one.
     """
     read = _extractor("reasoning_gym", extract)
     try:
@@ -207,10 +208,10 @@ def reasoning_gym(extract: str = "answer_tag", task: str | None = None) -> Score
         if metadata is None and task is None:
             return ABSTAIN
         metadata = json.loads(metadata) if isinstance(metadata, str) else dict(metadata or {})
-        name = task or metadata.get("source_dataset")
+        name = task or metadata.get("source_dataset") or reply.row.get("task")
         if name not in DATASETS:
             raise RewardError(f"reasoning_gym has no task {name!r}; {nearest(str(name), DATASETS)}")
-        entry = {
+        entry = reply.row.get("entry") or {
             "question": reply.row.get("question") or message_text(reply.prompt),
             "answer": reply.row.get("answer"),
             "metadata": metadata,

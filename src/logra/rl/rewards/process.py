@@ -109,16 +109,22 @@ class WorkerProcess:
     def exit_code(self, wait_s: float = 0.0) -> int | None:
         """None while it runs; negative for a signal. Leaves the zombie: its group can still be killed."""
         end = time.monotonic() + wait_s
-        while True:
-            try:
-                status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # reaped by somebody else in this process
-                return 0
-            if status is not None:
-                return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-            if time.monotonic() >= end:
-                return None
+        while (code := self._peek()) is None and time.monotonic() < end:
             time.sleep(0.005)
+        return code
+
+    def _peek(self) -> int | None:
+        if (
+            sys.platform == "darwin"
+        ):  # os.waitid came to macOS with Python 3.13; there the zombie is reaped here
+            return self._process.poll()
+        try:
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped by somebody else in this process
+            return 0
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def kill(self, grace_s: float = 0.0) -> None:
         """Ends the process and its group, and reaps it. With grace_s, it may first end by itself."""

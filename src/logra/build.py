@@ -1,0 +1,373 @@
+"""From a configuration to objects: the only module that knows both."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from logra import config as cfg
+from logra.errors import CheckpointError, ConfigError, ModelError
+from logra.integrations.trackers import make_trackers
+from logra.rl.checkpoint import Checkpoint, CheckpointStore
+from logra.rl.data import PromptSet, build_prompts
+from logra.rl.engines.hf import HFEngine
+from logra.rl.evaluate import EvalResult, evaluate
+from logra.rl.export import export_model
+from logra.rl.methods.base import Method, Schedule
+from logra.rl.methods.dense import DenseMethod, LoraMethod
+from logra.rl.methods.logra import LograMethod
+from logra.rl.models import load_model, prepare, set_chat_template
+from logra.rl.rewards.pool import RewardPool
+from logra.rl.rewards.spec import RewardSpec
+from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir
+from logra.rl.sampler import PromptSampler
+from logra.rl.sources import GENERATED, load_rows
+from logra.rl.step import LossSettings
+from logra.rl.trainer import Plan, Trainer
+from logra.rl.types import Prompt, Sampling
+from logra.trust.region import TrustRegion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A run ready to start. `close` releases the folder, the reward workers and the trackers, whatever happened."""
+
+    config: cfg.Config
+    trainer: Trainer
+    folder: RunDir
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSet
+    eval_prompts: Sequence[Prompt]
+    resumed_from: Path | None
+    evals: list[tuple[int, EvalResult]] = field(default_factory=list)
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+    def fit(self) -> Path:
+        """Train, then export the final model; returns its folder."""
+        self.trainer.fit()
+        return self.export()
+
+    def export(self) -> Path:
+        self.trainer.method.export(_model_writer(self.config, self.tokenizer, self), self.folder.final)
+        return self.folder.final
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Nothing to keep: a listener that only remembers evaluations, for the model card."""
+
+    def on_eval(self, step: int, result: EvalResult) -> None:
+        self.evals.append((step, result))
+
+    def close(self) -> None:
+        for closer in reversed(self.closers):
+            closer()
+        self.closers.clear()
+
+
+def build_run(config: cfg.Config) -> Run:
+    """Everything `logra train` needs. What can fail fails here, before the first step; nothing is left behind then."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = RunDir(Path(config.output_dir))
+    closers: list[Callable[[], None]] = [folder.close]
+    try:
+        return _build(config, folder, folder.open(config.resume), closers)
+    except BaseException:
+        for closer in reversed(closers):
+            closer()
+        raise
+
+
+def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: list[Callable[[], None]]) -> Run:
+    for note in folder.skipped:
+        logger.warning("passed over a checkpoint: %s", note)
+    store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+    checkpoint = _read_checkpoint(store, resume, config)
+    model, tokenizer = build_model(config, checkpoint)
+    prompts = build_data(config.data, tokenizer, config.seed)
+    eval_prompts = build_eval_data(config, tokenizer)
+    rewards = build_rewards(config.reward)
+    closers.append(rewards.close)
+    rewards.warmup(sorted(prompts[0].columns))
+    reference = _reference(model, config, checkpoint)
+    prepare(model, config.model.gradient_checkpointing)
+    method = build_method(config, model)
+    engine = HFEngine(method.model, tokenizer, batch_size=config.rollout.batch_size)  # type: ignore[arg-type]
+    sampler = PromptSampler(
+        len(prompts), config.rollout.prompts_per_step, config.seed, config.data.shuffle, fingerprint=prompts.fingerprint
+    )
+    run = Run(config, None, folder, tokenizer, prompts, eval_prompts, resume, closers=closers)  # type: ignore[arg-type]
+    trackers = make_trackers(
+        list(config.log.trackers), project=config.log.project, run_name=folder.path.name, folder=folder.path,
+        config=config.model_dump(mode="json"), resume_step=checkpoint.step if checkpoint else None,
+    )  # fmt: skip
+    closers += [tracker.close for tracker in trackers]
+    run.trainer = Trainer(
+        _plan(config),
+        method=method,
+        engine=engine,
+        prompts=prompts,
+        sampler=sampler,
+        rewards=rewards,
+        pad_id=engine.pad_token_id,
+        metrics=MetricsWriter(folder.metrics),
+        completions=CompletionsWriter(folder.completions) if config.log.completions else None,
+        evaluator=build_evaluator(config, engine, eval_prompts, rewards) if config.eval else None,
+        checkpoints=store,
+        write_model=_model_writer(config, tokenizer, run),
+        reference=reference,
+        listeners=[run, *[_TrackerListener(tracker) for tracker in trackers]],
+        identity=cfg.identity(config),
+    )
+    if checkpoint is not None:
+        run.trainer.load(checkpoint.tensors, checkpoint.state)
+        store.discard_after(checkpoint.step)  # a later auto-resume must not pick the abandoned branch
+    folder.rewind(run.trainer.step)
+    folder.write_config(cfg.to_yaml(config))
+    return run
+
+
+def _read_checkpoint(store: CheckpointStore, path: Path | None, config: cfg.Config) -> Checkpoint | None:
+    if path is None:
+        return None
+    checkpoint = store.load(path)
+    changed = cfg.differences(checkpoint.state["identity"], cfg.identity(config))
+    if changed:
+        raise CheckpointError(
+            f"{path} was written under another configuration: {'; '.join(changed[:5])}. "
+            "Resume with the same values, or start a new run in another output_dir"
+        )
+    return checkpoint
+
+
+def build_model(
+    config: cfg.Config, checkpoint: Checkpoint | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train: the checkpoint's weights on resuming (for lora the base: adapters are in its state)."""
+    section = config.model
+    name, revision = section.name_or_path, section.revision
+    if checkpoint is not None and config.method.name != "lora":
+        name, revision = str(checkpoint.path / "model"), None
+    model, tokenizer = load_model(
+        name, revision=revision, attn_implementation=section.attn_implementation, device=section.device, seed=config.seed
+    )
+    set_chat_template(tokenizer, section.chat_template)
+    return model, tokenizer
+
+
+def _reference(model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None) -> nn.Module | None:
+    """A frozen copy of the starting policy, for the KL term."""
+    if config.algorithm.kl_coef == 0.0:
+        return None
+    if checkpoint is None or config.method.name == "lora":
+        reference: nn.Module = copy.deepcopy(model)
+    else:
+        reference = build_model(config)[0]
+    return reference.eval().requires_grad_(False)
+
+
+def build_data(section: cfg.Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSet:
+    is_generated = section.name.startswith(GENERATED)
+    rows = load_rows(
+        section.name,
+        split=section.split,
+        subset=section.subset,
+        params=section.params,
+        seed=seed if section.seed is None else section.seed,
+        size=section.size if is_generated else None,
+    )
+    return build_prompts(
+        rows,
+        tokenizer,
+        prompt_column=section.prompt_column,
+        answer_column=section.answer_column,
+        system_prompt=section.system_prompt,
+        prompt_prefix=section.prompt_prefix,
+        prompt_suffix=section.prompt_suffix,
+        chat=section.chat,
+        chat_template_kwargs=section.chat_template_kwargs,
+        max_prompt_tokens=section.max_prompt_tokens,
+        limit=None if is_generated else section.size,
+    )
+
+
+def build_eval_data(config: cfg.Config, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
+    """Held-out prompts: the training data section with `eval.data` laid over it; generated tasks get another seed."""
+    if config.eval is None:
+        return ()
+    given = config.eval.data
+    base = config.data.model_dump() | {"size": None}
+    if "name" in given:  # another source: what only described the old one does not carry over
+        base |= {"subset": None, "split": "train", "params": {}, "seed": None}
+    if config.data.name.startswith(GENERATED) and "name" not in given:
+        base["seed"] = (config.seed if config.data.seed is None else config.data.seed) + 1_000_003
+        base["size"] = config.eval.num_prompts or 100
+    elif not {"name", "split", "subset"} & given.keys():
+        raise ConfigError(
+            "eval would use the training prompts: set eval.data.split, eval.data.name or eval.data.subset "
+            "(or --eval null to train without evaluation)"
+        )
+    try:
+        section = cfg.Data.model_validate({**base, **given})
+    except ValueError as error:
+        raise ConfigError(f"eval.data does not fit the data section: {error}") from error
+    prompts = build_data(section, tokenizer, config.seed)
+    return prompts[: config.eval.num_prompts] if config.eval.num_prompts else prompts
+
+
+def build_rewards(section: cfg.Rewards) -> RewardPool:
+    specs = [RewardSpec(f.function, weight=f.weight, kind=f.kind, params=f.params) for f in section.functions]
+    return RewardPool(specs, workers=section.workers, timeout_s=section.timeout_s, error_limit=section.error_limit)
+
+
+def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
+    method = config.method
+    updates = config.train.steps * config.algorithm.updates_per_step
+    schedule = Schedule(method.lr, method.warmup_steps, method.schedule, updates)
+    common: dict[str, Any] = {
+        "targets": method.targets, "eps": method.eps, "weight_decay": method.weight_decay,
+        "max_grad_norm": method.max_grad_norm,
+    }  # fmt: skip
+    if method.name == "dense":
+        return DenseMethod(model, schedule, betas=method.betas, **common)
+    if method.name == "lora":
+        return LoraMethod(
+            model, schedule, rank=method.rank, alpha=method.lora_alpha, seed=config.seed, betas=method.betas, **common
+        )
+    return LograMethod(
+        model,
+        schedule,
+        trust=build_trust(config.trust) if config.trust.enabled else None,
+        trust_mode=config.trust.mode,
+        rank=method.rank,
+        basis=method.basis,
+        seed=config.seed,
+        optimizer=method.optimizer,
+        variant=method.variant,
+        beta2=method.betas[1],
+        update_ratio=method.update_ratio,
+        refresh=method.refresh,
+        bits=method.bits,
+        **common,
+    )
+
+
+def build_trust(section: cfg.Trust) -> TrustRegion:
+    return TrustRegion(
+        section.budget,
+        start=section.start,
+        final=section.final,
+        steps=section.steps,
+        largest_scale=section.largest_scale,
+        mismatch=section.mismatch,
+        measure_every=section.measure_every,
+        verify=section.verify,
+        tolerance=section.tolerance,
+    )
+
+
+def build_evaluator(
+    config: cfg.Config, engine: HFEngine, prompts: Sequence[Prompt], rewards: RewardPool
+) -> Callable[[], EvalResult]:
+    section = config.eval
+    assert section is not None
+    sampling = Sampling(
+        max_new_tokens=section.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        seed=section.seed,
+    )
+
+    def run() -> EvalResult:
+        return evaluate(
+            engine,
+            prompts,
+            lambda rollouts: rewards.score_rollouts(rollouts).total,
+            num_rollouts=section.rollouts_per_prompt,
+            ks=section.ks,
+            sampling=sampling,
+            success_threshold=section.success_threshold,
+        )
+
+    return run
+
+
+def _plan(config: cfg.Config) -> Plan:
+    rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
+    assert algorithm.clip_low is not None and algorithm.clip_high is not None and algorithm.aggregation is not None
+    loss = LossSettings(
+        kind=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        importance_cap=algorithm.importance_cap,
+        importance_level=algorithm.importance_level,
+        kl_coef=algorithm.kl_coef,
+        temperature=rollout.temperature,
+        autocast=config.model.dtype == "bfloat16",
+    )
+    return Plan(
+        steps=config.train.steps,
+        prompts_per_step=rollout.prompts_per_step,
+        rollouts_per_prompt=rollout.rollouts_per_prompt,
+        microbatch_size=config.train.microbatch_size,
+        sampling=Sampling(rollout.max_new_tokens, rollout.temperature, seed=config.seed),
+        loss=loss,
+        advantage=algorithm.advantage,
+        advantage_params=algorithm.advantage_params,
+        aggregation=algorithm.aggregation,
+        mask_truncated=algorithm.mask_truncated,
+        updates_per_step=algorithm.updates_per_step,
+        probe_rollouts=config.trust.probe_rollouts,
+        probe_max_tokens=config.trust.probe_max_tokens,
+        eval_every=evaluation.every if evaluation else 0,
+        eval_before=evaluation.before if evaluation else False,
+        eval_after=evaluation.after if evaluation else False,
+        checkpoint_every=config.checkpoint.every,
+    )
+
+
+def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run) -> Callable[[nn.Module, Path], None]:
+    def write(model: nn.Module, folder: Path) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError("nothing to export")
+        export_model(model, tokenizer, folder, card=model_card_facts(config, run))
+
+    return write
+
+
+def model_card_facts(config: cfg.Config, run: Run) -> dict[str, Any]:
+    """What the model card tells: see `logra.rl.export.model_card`."""
+    evals = {step: result.metrics() for step, result in run.evals}
+    first, last = (evals[min(evals)], evals[max(evals)]) if evals else ({}, {})
+    return {
+        "base_model": config.model.name_or_path,
+        "dataset": config.data.name,
+        "method": config.method.name,
+        "settings": config.method.model_dump(mode="json"),
+        "steps": run.trainer.step,
+        "eval_before": first,
+        "eval_after": last,
+    }
+
+
+class _TrackerListener:
+    """Hands scalars to a tracker."""
+
+    def __init__(self, tracker: Any):
+        self.tracker = tracker
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.tracker.log(step, metrics)
+
+    def on_eval(self, step: int, result: EvalResult) -> None:
+        self.tracker.log(step, result.metrics())

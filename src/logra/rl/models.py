@@ -1,0 +1,82 @@
+"""Loading a model and its tokenizer: float32 weights, no remote code, errors that name the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from logra.errors import ModelError
+from logra.rl.tiny import char_tokenizer, tiny_model
+
+BUILTIN = "builtin:"
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one, else the CPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device=cuda, but torch sees no CUDA device: use model.device=cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def load_model(
+    name: str, *, revision: str | None = None, attn_implementation: str = "sdpa", device: str = "auto", seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in float32 and its tokenizer, from a folder, the hub, or `builtin:tiny-llama|tiny-gpt2`.
+
+    Raises `ModelError` if there is no such model, it cannot be read, or it would need remote code.
+    """
+    if name.startswith(BUILTIN):
+        arch = name.removeprefix(BUILTIN).removeprefix("tiny-")
+        if arch not in ("llama", "gpt2"):
+            raise ModelError(f"no built-in model {name!r}: use builtin:tiny-llama or builtin:tiny-gpt2")
+        return tiny_model(arch, seed=seed).to(pick_device(device)), char_tokenizer()  # type: ignore[arg-type]
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+    path = str(Path(name).expanduser()) if looks_local else name
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"no model in {name}: there is no config.json (for the demo model run `make model`)")
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attn_implementation, **options
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
+        raise ModelError(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}{hint}") from error
+    return model.to(pick_device(device)), tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Replace the chat template: Jinja text, or the path of a file that holds it."""
+    if template is None:
+        return
+    path = Path(template).expanduser()
+    is_path = "{" not in template
+    if is_path and not path.is_file():
+        raise ModelError(f"model.chat_template={template!r} is neither a file nor a Jinja template")
+    tokenizer.chat_template = path.read_text(encoding="utf-8") if is_path else template
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Dropout would make the trained log-probs differ from the sampled ones; the configuration is left alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
+    """Training mode only where checkpointing needs it (transformers looks at the flag), always without dropout."""
+    disable_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    else:
+        model.eval()
