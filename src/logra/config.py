@@ -1,6 +1,6 @@
 """The configuration: strict pydantic models, YAML below flags, dotted overrides. Imports no torch.
 
-An unknown key is an error that names the nearest valid one; `1e-6` is a number, which plain YAML reads as a string.
+An unknown key is an error that names the nearest valid one. Scalars are those of YAML 1.2: `1e-6` is a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from logra.errors import ConfigError
 
@@ -38,24 +38,24 @@ class Model(Section):
 
 
 class Method(Section):
-    """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft adapters on them."""
+    """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft on them."""
 
     name: Literal["logra", "dense", "lora"] = "logra"
-    lr: float = Field(1e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=1e-5, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     targets: list[str] | str | None = None
-    rank: int = Field(64, ge=1)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(0.0, ge=0)
+    rank: int = Field(default=64, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.0, ge=0)
     """Clip the gradient norm (for logra its estimate from the sketches); 0 is off."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas for dense and lora; logra's row_adam uses the second."""
     basis: Literal["random", "gaussian"] = "random"
     optimizer: Literal["row_adam", "sgd"] = "row_adam"
     variant: Literal["simplified", "paper"] = "simplified"
-    update_ratio: float = Field(6e-5, gt=0)
+    update_ratio: float = Field(default=6e-5, gt=0)
     refresh: bool = True
     bits: Literal[8, 15] = 8
     lora_alpha: float | None = None
@@ -67,28 +67,28 @@ class Trust(Section):
 
     enabled: bool = True
     budget: Literal["constant", "cosine"] = "cosine"
-    start: float = Field(2e-4, gt=0)
-    final: float = Field(2e-5, gt=0)
-    steps: int = Field(300, ge=1)
-    largest_scale: float = Field(3.0, gt=0)
+    start: float = Field(default=2e-4, gt=0)
+    final: float = Field(default=2e-5, gt=0)
+    steps: int = Field(default=300, ge=1)
+    largest_scale: float = Field(default=3.0, gt=0)
     mode: Literal["auto", "forward", "finite_difference"] = "auto"
-    probe_rollouts: int = Field(2, ge=1)
-    probe_max_tokens: int = Field(4096, ge=2)
+    probe_rollouts: int = Field(default=2, ge=1)
+    probe_max_tokens: int = Field(default=4096, ge=2)
     mismatch: bool = True
-    measure_every: int = Field(10, ge=0)
+    measure_every: int = Field(default=10, ge=0)
     verify: bool = False
-    tolerance: float = Field(1.5, ge=1)
+    tolerance: float = Field(default=1.5, ge=1)
 
 
 class Data(Section):
-    """Prompts: `reasoning_gym:TASK`, a .jsonl/.json/.parquet file, a saved data set folder, or a hub data set name."""
+    """Prompts: `reasoning_gym:TASK`, a .jsonl/.json/.parquet file, a saved data set folder, or a hub data set."""
 
     name: str
     subset: str | None = None
     split: str = "train"
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of a reasoning-gym task."""
-    size: int | None = Field(None, ge=1)
+    size: int | None = Field(default=None, ge=1)
     """How many items to generate (reasoning-gym) or to use at most."""
     seed: int | None = None
     """Seed of generated items; default: the run's seed."""
@@ -100,12 +100,12 @@ class Data(Section):
     chat: bool | None = None
     """None: use the chat template where there is one; true: require it; false: plain text."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     shuffle: bool = True
 
 
 class Reward(Section):
-    """One reward function: a built-in name or a dotted path `package.module.function` / `file.py:function`."""
+    """One reward function: a built-in name, `package.module.function` or `path/to/file.py:function`."""
 
     function: str
     weight: float = 1.0
@@ -117,22 +117,22 @@ class Rewards(Section):
     """How rewards are computed: worker processes with a wall-clock limit."""
 
     functions: list[Reward] = Field(min_length=1)
-    workers: int = Field(2, ge=1)
-    timeout_s: float = Field(10.0, gt=0)
-    error_limit: float = Field(0.5, ge=0, le=1)
+    workers: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=10.0, gt=0)
+    error_limit: float = Field(default=0.5, ge=0, le=1)
 
 
 class RolloutSection(Section):
     """One step samples prompts_per_step x rollouts_per_prompt responses."""
 
     engine: Literal["hf"] = "hf"
-    prompts_per_step: int = Field(8, ge=1)
-    rollouts_per_prompt: int = Field(8, ge=1)
-    max_new_tokens: int = Field(256, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    prompts_per_step: int = Field(default=8, ge=1)
+    rollouts_per_prompt: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
     top_p: float = 1.0
     top_k: int = 0
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
     """Rows generated at once; None: all."""
 
 
@@ -144,16 +144,16 @@ class Algorithm(Section):
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     aggregation: Literal["token", "sequence", "prompt", "constant"] | None = None
     """Denominator of the loss; None: token, and sequence for gspo, which makes it the paper's objective."""
-    clip_low: float | None = Field(None, gt=0)
-    clip_high: float | None = Field(None, gt=0)
+    clip_low: float | None = Field(default=None, gt=0)
+    clip_high: float | None = Field(default=None, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; None: the loss's published values (_CLIPS)."""
-    dual_clip: float | None = Field(None, gt=1)
-    importance_cap: float | None = Field(2.0, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    importance_cap: float | None = Field(default=2.0, gt=0)
     """Truncated importance sampling of trainer against rollout log-probs; None: off."""
     importance_level: Literal["token", "sequence"] = "token"
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """k3 KL to the starting policy; 0: no reference is loaded."""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates per batch of rollouts; above 1 the clipped ratio matters."""
     mask_truncated: bool = False
 
@@ -171,38 +171,53 @@ _CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "reinfo
 
 
 class Train(Section):
-    steps: int = Field(100, ge=1)
-    microbatch_size: int = Field(8, ge=1)
+    steps: int = Field(default=100, ge=1)
+    microbatch_size: int = Field(default=8, ge=1)
     """Rollouts per forward and backward pass."""
 
 
 class Evaluation(Section):
     """Held-out evaluation with its own sampling; `data` gives what differs from the training data section."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     before: bool = True
     after: bool = True
     data: dict[str, Any] = Field(default_factory=dict)
-    num_prompts: int | None = Field(None, ge=1)
-    rollouts_per_prompt: int = Field(1, ge=1)
-    ks: list[int] = Field(default_factory=lambda: [1])
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int | None = Field(None, ge=1)
+    num_prompts: int | None = Field(default=None, ge=1)
+    rollouts_per_prompt: int = Field(default=1, ge=1)
+    ks: list[int] = Field(default_factory=lambda: [1], min_length=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
     success_threshold: float = 1.0
     seed: int = 0
 
+    @field_validator("data")
+    @classmethod
+    def _known_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
+        for key in data:
+            if key not in Data.model_fields:
+                raise ValueError(f"{key}: unknown key; {_nearest(key, list(Data.model_fields))}")
+        return data
+
     @model_validator(mode="after")
     def _enough_rollouts(self) -> Evaluation:
-        if max(self.ks) > self.rollouts_per_prompt:
-            raise ValueError(f"pass@{max(self.ks)} needs rollouts_per_prompt >= {max(self.ks)}, not {self.rollouts_per_prompt}")
+        count = self.rollouts_per_prompt
+        bad = [k for k in self.ks if not 1 <= k <= count]
+        if bad:
+            raise ValueError(f"pass@{bad[0]} of ks needs 1 <= {bad[0]} <= rollouts_per_prompt, which is {count}")
+        if self.temperature == 0.0 and count > 1:
+            raise ValueError(
+                f"temperature 0 is greedy, so all {count} rollouts of a prompt would be equal: "
+                "use rollouts_per_prompt 1 or a temperature above 0"
+            )
         return self
 
 
 class Checkpoint(Section):
-    every: int = Field(25, ge=0)
+    every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0: only the final export."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class Log(Section):
@@ -218,7 +233,7 @@ class Config(Section):
     resume: str = "never"
     """never, auto (newest complete checkpoint of output_dir, if any), or the path of a checkpoint."""
     seed: int = 42
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     model: Model
     data: Data
     reward: Rewards
@@ -236,12 +251,13 @@ class Config(Section):
         rollout, updates = self.rollout, self.algorithm.updates_per_step
         if rollout.top_p != 1.0 or rollout.top_k != 0:
             raise ValueError(
-                "rollout.top_p and rollout.top_k change the sampling distribution but not the log-probs that are trained: "
-                "leave top_p at 1 and top_k at 0 (shape evaluation with eval.top_p instead)"
+                "rollout.top_p and rollout.top_k change the sampling distribution but not the log-probs that are "
+                "trained: leave top_p at 1 and top_k at 0 (shape evaluation with eval.top_p instead)"
             )
         if rollout.prompts_per_step % updates:
             raise ValueError(
-                f"rollout.prompts_per_step={rollout.prompts_per_step} is not divisible by algorithm.updates_per_step={updates}"
+                f"rollout.prompts_per_step={rollout.prompts_per_step} is not divisible by "
+                f"algorithm.updates_per_step={updates}"
             )
         total = rollout.prompts_per_step * rollout.rollouts_per_prompt
         if rollout.rollouts_per_prompt == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
@@ -254,27 +270,29 @@ class Config(Section):
         return self
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2, which refuses a key given twice.
 
-    YAML 1.1, PyYAML's own, reads 1e-6 as a string, 010 as 8, 1:30 as 90, `on` as true and 2026-01-02 as a date.
+    YAML 1.1, PyYAML's own, reads 1e-6 as a string, 010 as 8, 1:30 as 90, `on` as true, 2026-01-02 as a date.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
 
 
-_FLOAT = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.Inf)$|\.nan$|\.NaN$")
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
 for _tag, _pattern, _first in (
-    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), "~nN"),
-    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
-    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*|0x[0-9a-fA-F]+)$"), "-+0123456789"),
-    ("float", _FLOAT, "-+0123456789."),
-    ("merge", re.compile(r"<<$"), "<"),
+    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+0123456789.")),
+    ("merge", re.compile(r"<<$"), ["<"]),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, [*_first, ""] if _tag == "null" else list(_first))
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -290,20 +308,27 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes whatever either `_Loader` or YAML 1.1 would take for something other than a string."""
+    """SafeDumper that quotes each string that `_Loader` or a YAML 1.1 reader would take for something else."""
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Line breaks other than \\n come back as \\n unless they are escaped."""
+    style = '"' if {*text} & {*"\r\x85\u2028\u2029"} else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def parse_value(text: str) -> Any:
-    """A flag's value: a YAML scalar (number, true, false, null, quoted string) or a list or mapping in [] or {}.
+    """A flag's value: a YAML scalar (number, true, false, null, quoted text), or a list or mapping in [] or {}.
 
     Anything else is the text itself, with its spaces, colons and # signs; the empty text too.
     """
     start = text.strip()[:1]
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
         return text
     if isinstance(value, str):
@@ -319,7 +344,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping from a file; `ConfigError` with the line if it is not one."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        data = yaml.load(text, Loader=_Loader)
     except FileNotFoundError as error:
         raise ConfigError(f"no recipe at {path}: give the path of a YAML file, such as recipes/demo.yaml") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -377,7 +402,7 @@ def _copy(node: Any) -> Any:
 
 
 def load_config(path: str | Path, arguments: Sequence[str] = ()) -> Config:
-    """Read a recipe, lay the flags over it, validate it whole. Raises `ConfigError` listing every fault with its fix."""
+    """Read a recipe, lay the flags over it, validate it whole. `ConfigError` lists every fault with its fix."""
     return make_config(apply_overrides(read_yaml(path), parse_overrides(arguments)))
 
 
@@ -394,15 +419,18 @@ def _explain(detail: Any) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         valid = _valid_keys(detail["loc"][:-1])
-        near = difflib.get_close_matches(str(detail["loc"][-1]), valid, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
-        elsewhere = _elsewhere(str(detail["loc"][-1]))
-        return f"{where}: unknown key; {elsewhere or hint}"
+        key = str(detail["loc"][-1])
+        return f"{where}: unknown key; {_elsewhere(key) or _nearest(key, valid)}"
     if detail["type"] == "missing":
         return f"{where}: required and not given"
     message = detail["msg"].removeprefix("Value error, ")
     given = "" if isinstance(detail["input"], dict) else f" (got {detail['input']!r})"
     return f"{where}: {message}{given}" if where else message
+
+
+def _nearest(key: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
 
 
 def _valid_keys(location: tuple[Any, ...]) -> list[str]:

@@ -35,8 +35,7 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     counter: four broadcastable int64 tensors or integers in [0, 2^32). key: 64 bits.
     The products exceed 2^63 and wrap; only their bits are used, so the wrap is harmless.
     """
-    tensors = torch.broadcast_tensors(*(torch.as_tensor(c) for c in _on_one_device(counter)))
-    c0, c1, c2, c3 = (t.to(torch.int64) for t in tensors)
+    c0, c1, c2, c3 = torch.broadcast_tensors(*_on_one_device(counter))
     key_0, key_1 = key & MASK32, key >> 32
     for _ in range(10):
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
@@ -48,7 +47,8 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
 
 
 def _on_one_device(counter: tuple[Tensor | int, ...]) -> list[Tensor]:
-    device = next((c.device for c in counter if isinstance(c, Tensor)), torch.device("cpu"))
+    tensors = [c for c in counter if not isinstance(c, int)]
+    device = tensors[0].device if tensors else torch.device("cpu")
     return [torch.as_tensor(c, dtype=torch.int64, device=device) for c in counter]
 
 

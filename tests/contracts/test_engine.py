@@ -168,9 +168,7 @@ def test_no_prompts_give_no_rollouts(engine: Engine) -> None:
         (1, Sampling(4, top_p=1.5), "top_p"),
     ],
 )
-def test_impossible_settings_are_refused(
-    engine: Engine, num_rollouts: int, sampling: Sampling, word: str
-) -> None:
+def test_impossible_settings_are_refused(engine: Engine, num_rollouts: int, sampling: Sampling, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         engine.generate(make_prompts(), num_rollouts, sampling)
 

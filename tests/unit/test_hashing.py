@@ -86,7 +86,5 @@ def test_uniforms_are_uniform():
 
 
 def test_keys_do_not_collide_by_concatenation():
-    keys = {
-        hashing.derive_key(*parts) for parts in [("ab", 1), ("a", "b1"), ("ab1",), ("ab", "1"), (1, "ab")]
-    }
+    keys = {hashing.derive_key(*parts) for parts in [("ab", 1), ("a", "b1"), ("ab1",), ("ab", "1"), (1, "ab")]}
     assert len(keys) == 5

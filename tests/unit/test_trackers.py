@@ -69,9 +69,7 @@ def read_events(folder):
 def test_tensorboard_events_can_be_read_back(tmp_path):
     pytest.importorskip("tensorboard")
     (tracker,) = start(["tensorboard"], tmp_path)
-    tracker.log(
-        1, {"reward": 0.5, "loss": math.nan, "text": "no", "completions/mean_length": torch.tensor(12)}
-    )
+    tracker.log(1, {"reward": 0.5, "loss": math.nan, "text": "no", "completions/mean_length": torch.tensor(12)})
     tracker.log(2, {"reward": 0.75, "loss": 1.5})
     assert read_events(tmp_path)["reward"] == [
         (1, 0.5),

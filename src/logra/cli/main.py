@@ -1,4 +1,4 @@
-"""`logra`: parse first, import torch after. Exit code 2 for what the user can mend, 1 for a failure of ours."""
+"""`logra`: parse first, import torch after. Exit code 2: the user can mend it; 1: a failure of ours."""
 
 from __future__ import annotations
 
@@ -6,24 +6,41 @@ import argparse
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from logra.errors import LograError, UserError
 
 DESCRIPTION = """Reinforcement learning of language models in memory people have: low-rank gradient sketches,
 steps sized by predicted KL, exact updates."""
 
+OPTIONS = ("--help", "--version", "--traceback", "--dry-run", "--plain", "--recipe", "--json", "--output")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("logra")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="logra", description=DESCRIPTION)
-    top.add_argument("--version", action="version", version=f"logra {importlib.metadata.version('logra')}")
-    top.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    common = argparse.ArgumentParser(add_help=False)
+    option: dict[str, Any] = {"action": "store_true", "help": "show the whole traceback of an error"}
+    common.add_argument("--traceback", default=argparse.SUPPRESS, **option)
+    top = argparse.ArgumentParser(prog="logra", description=DESCRIPTION, allow_abbrev=False)
+    top.add_argument("--traceback", **option)
+    top.add_argument("--version", action="version", version=f"logra {_version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    strict: dict[str, Any] = {"parents": [common], "allow_abbrev": False}
 
     train = commands.add_parser(
         "train",
         help="train a model by a recipe",
         description="Train by a recipe. Every key of the recipe can be set by a flag: --method.lr 1e-5.",
+        usage="logra train [options] RECIPE [--section.key VALUE ...]",
+        **strict,
     )
     train.add_argument("recipe", help="YAML file, such as recipes/demo.yaml")
     train.add_argument("--dry-run", action="store_true", help="resolve and check the configuration, print it, end")
@@ -32,22 +49,48 @@ def parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a checkpoint, a run or any model",
-        description="Evaluate on a recipe's held-out prompts. MODEL is a run folder, a checkpoint, a model folder or a "
-        "hub name; a run brings its own recipe.",
+        description="Evaluate on a recipe's held-out prompts. MODEL is a run folder, a checkpoint, a model folder or "
+        "a hub name; a run brings its own recipe. Flags set keys as in train: --eval.num_prompts 50.",
+        usage="logra eval [options] MODEL [--section.key VALUE ...]",
+        **strict,
     )
     evaluate.add_argument("model", help="run folder, checkpoint, model folder or hub name")
     evaluate.add_argument("--recipe", help="recipe with the eval section; default: the run's own configuration")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.add_argument("--output", help="also write the responses to this .parquet file")
 
-    doctor = commands.add_parser("doctor", help="check this installation and machine")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this installation and machine",
+        description="Check this installation and machine.",
+        **strict,
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
 
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what argparse reads, `--section.key VALUE` flags), in any order; a flag's value may begin with a dash."""
+    own: list[str] = []
+    flags: list[str] = []
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        name, equals, value = token.partition("=")
+        if name.replace("_", "-") in OPTIONS:
+            own.append(name.replace("_", "-") + equals + value)
+        elif not token.startswith("--"):
+            own.append(token)
+        else:
+            flags += [token, *rest[:1]] if not equals else [token]
+            rest = rest if equals else rest[1:]
+    return own, flags
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    arguments, rest = parser().parse_known_args(argv)
+    own, rest = split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(own)
     if rest and arguments.command == "doctor":
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -58,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LograError as error:
         return _report(error, arguments.traceback, 1)
     except KeyboardInterrupt:
-        print("\ninterrupted; resume with --resume auto", file=sys.stderr)
+        print("\ninterrupted" + "; resume with --resume auto" * (arguments.command == "train"), file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing to say
@@ -79,9 +122,9 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return doctor(as_json=arguments.json)
 
 
-def _report(error: LograError, traceback: bool, code: int) -> int:
-    if traceback:
-        raise error
+def _report(error: LograError, show_traceback: bool, code: int) -> int:
+    if show_traceback:
+        traceback.print_exception(error)
     print(f"logra: {error}", file=sys.stderr)
     return code
 

@@ -69,7 +69,10 @@ class Display:
         chosen, skipped = self.run.trainer.method.describe()
         if self.run.resumed_from is not None:
             out(f"resumed from {self.run.resumed_from} (step {self.run.trainer.step})", highlight=False)
-        out(f"[bold]{config.model.name_or_path}[/] on {config.data.name}, method {config.method.name}", highlight=False)
+        out(
+            f"[bold]{config.model.name_or_path}[/] on {config.data.name}, method {config.method.name}",
+            highlight=False,
+        )
         rollouts = plan.prompts_per_step * plan.rollouts_per_prompt
         micro = -(-rollouts // plan.updates_per_step // plan.microbatch_size)
         out(
@@ -78,7 +81,10 @@ class Display:
             f"of {plan.microbatch_size}; {plan.steps} steps over {len(self.run.prompts)} prompts",
             highlight=False,
         )
-        for count, why in ((self.run.prompts.num_too_long, "over-long"), (self.run.prompts.num_empty, "empty")):
+        for count, why in (
+            (self.run.prompts.num_too_long, "over-long"),
+            (self.run.prompts.num_empty, "empty"),
+        ):
             if count:
                 out(f"left out {count} {why} prompt(s)", highlight=False)
         out(_targets(chosen, skipped))
@@ -87,7 +93,9 @@ class Display:
         self.rewards.append(metrics["reward"])
         done = step - self.first_step
         rate = done / max(time.perf_counter() - self.started, 1e-9)
-        note = f"reward {metrics['reward']:.3f}  {rate * 60:.1f} steps/min  ETA {_duration((self._total - step) / rate)}"
+        note = (
+            f"reward {metrics['reward']:.3f}  {rate * 60:.1f} steps/min  ETA {_duration((self._total - step) / rate)}"
+        )
         if "trust/scale" in metrics:
             note += f"  KL {metrics['trust/predicted_kl']:.1e}  scale {metrics['trust/scale']:.2f}"
         if metrics["skipped_steps"]:
@@ -111,7 +119,10 @@ class Display:
     def summary(self, final: Path) -> None:
         out = self.console.print
         if self.rewards:
-            out(f"reward  {curve(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}", highlight=False)
+            out(
+                f"reward  {curve(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}",
+                highlight=False,
+            )
         evals = self.run.evals
         if len(evals) > 1:
             for k in evals[0][1].pass_at:

@@ -73,9 +73,7 @@ def make_trackers(
 class _Guarded:
     """Keeps a failing tracker from stopping the training it watches."""
 
-    def __init__(
-        self, name: str, log: Callable[[int, dict[str, float]], None], close: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, log: Callable[[int, dict[str, float]], None], close: Callable[[], None]) -> None:
         self.name = name
         self._log: Callable[[int, dict[str, float]], None] | None = log
         self._close: Callable[[], None] | None = close

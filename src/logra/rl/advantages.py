@@ -81,9 +81,7 @@ class RunningBaseline:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if set(state) != {"value"}:
-            raise CheckpointError(
-                f"the state of a running baseline has the key 'value' only, got {sorted(state)}"
-            )
+            raise CheckpointError(f"the state of a running baseline has the key 'value' only, got {sorted(state)}")
         self.value = float(state["value"])
 
 
@@ -222,9 +220,7 @@ def _lookup(kind: str, options: dict[str, Any]) -> Callable[..., Tensor]:
     known = list(inspect.signature(ADVANTAGES[kind]).parameters)[1:]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"advantage {kind!r} has no option {name!r}; its options: {', '.join(known) or 'none'}"
-            )
+            raise ConfigError(f"advantage {kind!r} has no option {name!r}; its options: {', '.join(known) or 'none'}")
     if options.get("eps", 1.0) <= 0:
         raise ConfigError(f"advantage {kind!r}: eps must be positive (1e-4 is usual), got {options['eps']}")
     return ADVANTAGES[kind]
@@ -232,9 +228,7 @@ def _lookup(kind: str, options: dict[str, Any]) -> Callable[..., Tensor]:
 
 def _check_shapes(rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> None:
     if rewards.ndim != 1 or group_ids.shape != rewards.shape:
-        raise ValueError(
-            f"rewards and group_ids must both be (B,), got {rewards.shape} and {group_ids.shape}"
-        )
+        raise ValueError(f"rewards and group_ids must both be (B,), got {rewards.shape} and {group_ids.shape}")
     if lengths is not None and lengths.shape != rewards.shape:
         raise ValueError(f"lengths must be (B,) = {tuple(rewards.shape)}, got {tuple(lengths.shape)}")
     infinite = rewards.isinf().nonzero().flatten().tolist()

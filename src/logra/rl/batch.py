@@ -217,15 +217,11 @@ def _pad(rows: list[Tensor], fill: float, *, left: bool) -> tuple[Tensor, Tensor
 
 def _check(rollouts: Sequence[Rollout]) -> None:
     if not rollouts:
-        raise DataError(
-            "there is no rollout to make a batch of: check that the prompt filter left any prompt"
-        )
+        raise DataError("there is no rollout to make a batch of: check that the prompt filter left any prompt")
     for rollout in rollouts:
         name = f"rollout {rollout.index} of prompt {rollout.prompt.id}"
         if not rollout.prompt.token_ids:
-            raise DataError(
-                f"{name}: the prompt has no token: drop it, or use a tokenizer or template that adds one"
-            )
+            raise DataError(f"{name}: the prompt has no token: drop it, or use a tokenizer or template that adds one")
         if len(rollout.logprobs) != len(rollout.token_ids):
             raise DataError(
                 f"{name}: {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} log-probs: "

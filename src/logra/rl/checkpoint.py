@@ -232,9 +232,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except (ValueError, SafetensorError, OSError) as error:
         raise _damaged(path, str(error)) from error
     # Copies, since the loaded ones may be windows into the file, which is deleted when it is beyond `keep`.
-    return Checkpoint(
-        manifest["step"], {name: tensor.clone() for name, tensor in loaded.items()}, state, path
-    )
+    return Checkpoint(manifest["step"], {name: tensor.clone() for name, tensor in loaded.items()}, state, path)
 
 
 def _at(boundary: str) -> None:
@@ -301,9 +299,7 @@ def _checked_json(value: Any, where: str = "state") -> Any:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint {path}: name a step_N folder that exists, or use resume=auto"
-        )
+        raise CheckpointError(f"there is no checkpoint {path}: name a step_N folder that exists, or use resume=auto")
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, step, files = manifest["format"], manifest["step"], manifest["files"]
@@ -334,8 +330,7 @@ def _check_sizes(path: Path, manifest: dict[str, Any]) -> None:
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {path} cannot be used: {what}. Delete this folder and resume from an earlier one "
-        f"(resume=auto)"
+        f"checkpoint {path} cannot be used: {what}. Delete this folder and resume from an earlier one (resume=auto)"
     )
 
 

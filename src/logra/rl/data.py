@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 BATCH_ROWS = 256
-_NO_TEMPLATE_FIX = (
-    "Use an instruction-tuned model, set tokenizer.chat_template, or give plain text with chat: false"
-)
+_NO_TEMPLATE_FIX = "Use an instruction-tuned model, set tokenizer.chat_template, or give plain text with chat: false"
 _OWN_KWARGS = ("add_generation_prompt", "tokenize", "conversation", "continue_final_message")
 
 
@@ -140,18 +138,14 @@ class PromptFormat:
                 f"{where}: plain text has no place for a system_prompt: use prompt_prefix, or a chat template"
             )
         if self.is_text_wrapped and self._has_bos(text):
-            raise DataError(
-                f"{where}: the text starts with {self._bos!r}, so it is templated already: set chat: false"
-            )
+            raise DataError(f"{where}: the text starts with {self._bos!r}, so it is templated already: set chat: false")
         return self.prefix + text + self.suffix
 
     def _chat_content(self, messages: list[Message], where: str) -> list[Message] | None:
         if not messages or not messages[-1]["content"].strip():
             return None
         if self.chat is False:
-            raise DataError(
-                f"{where}: chat: false, but the prompt is a list of messages: remove chat, or give text"
-            )
+            raise DataError(f"{where}: chat: false, but the prompt is a list of messages: remove chat, or give text")
         if self.template is None:
             raise ModelError(f"{where}: the prompt is a list of messages. {_NO_TEMPLATE_FIX}")
         last = messages[-1]
@@ -317,9 +311,7 @@ def build_prompts(
     return PromptSet(rows, prompt_format, census)
 
 
-def _take_census(
-    rows: Rows, prompt_format: PromptFormat, max_prompt_tokens: int, limit: int | None
-) -> _Census:
+def _take_census(rows: Rows, prompt_format: PromptFormat, max_prompt_tokens: int, limit: int | None) -> _Census:
     census = _Census()
     numbered = enumerate(rows)
     while chunk := list(itertools.islice(numbered, min(BATCH_ROWS, limit or BATCH_ROWS))):
@@ -341,9 +333,7 @@ def _take_census(
 def _nothing_left(census: _Census, max_prompt_tokens: int) -> str:
     lengths = sorted(census.too_long, reverse=True)
     if not lengths:
-        return (
-            f"no usable prompt: all {census.num_empty} are empty: does prompt_column name the right column?"
-        )
+        return f"no usable prompt: all {census.num_empty} are empty: does prompt_column name the right column?"
     return (
         f"no usable prompt: {len(lengths)} exceed {max_prompt_tokens} tokens, {census.num_empty} are empty. "
         f"The longest have {', '.join(map(str, lengths[:3]))} tokens, the shortest {lengths[-1]}: raise "
@@ -369,16 +359,12 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
-        raise ModelError(
-            f"the tokenizer's chat template cannot be used: {error}. {_NO_TEMPLATE_FIX}"
-        ) from error
+        raise ModelError(f"the tokenizer's chat template cannot be used: {error}. {_NO_TEMPLATE_FIX}") from error
 
 
 def _check_template_kwargs(kwargs: Mapping[str, Any], template: str | None) -> None:
     if kwargs and template is None:
-        raise DataError(
-            f"chat_template_kwargs {dict(kwargs)} have no effect without a chat template: remove them"
-        )
+        raise DataError(f"chat_template_kwargs {dict(kwargs)} have no effect without a chat template: remove them")
     for name in kwargs:
         if name in _OWN_KWARGS or name not in str(template):
             raise DataError(
@@ -390,13 +376,9 @@ def _check_template_kwargs(kwargs: Mapping[str, Any], template: str | None) -> N
 def _check_messages(messages: list[Any], where: str) -> list[Message]:
     """The messages without empty keys (Arrow fills absent ones with None)."""
     for message in messages:
-        is_valid = isinstance(message, dict) and all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        )
+        is_valid = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not is_valid:
-            raise DataError(
-                f"{where}: each message must be {{'role': text, 'content': text}}, not {str(message)[:80]}"
-            )
+            raise DataError(f"{where}: each message must be {{'role': text, 'content': text}}, not {str(message)[:80]}")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
@@ -431,7 +413,5 @@ def update_digest(digest: hashlib.blake2b, value: Any) -> None:
 
 
 def _scalar_text(value: Any) -> str:
-    is_plain = value is None or isinstance(
-        value, (str, bool, int, float, date, time, timedelta, Decimal, np.generic)
-    )
+    is_plain = value is None or isinstance(value, (str, bool, int, float, date, time, timedelta, Decimal, np.generic))
     return str(value) if is_plain else ""

@@ -90,9 +90,7 @@ def evaluate(
     _check_request(num_rollouts, ks, sampling, max_prompts)
     prompts = list(prompts[:max_prompts])
     if not prompts:
-        raise DataError(
-            "there are no prompts to evaluate; give evaluation a data set with at least one usable prompt"
-        )
+        raise DataError("there are no prompts to evaluate; give evaluation a data set with at least one usable prompt")
     own_sampling = replace(sampling, seed=derive_key("eval", sampling.seed) >> 1)  # fits a signed 64-bit seed
     rollouts = engine.generate(prompts, num_rollouts, own_sampling)
     scores = _checked(reward(rollouts), len(rollouts))
@@ -142,14 +140,10 @@ def _check_request(num_rollouts: int, ks: Sequence[int], sampling: Sampling, max
 def _checked(scores: Sequence[float | None], count: int) -> list[float | None]:
     """Scores as floats or None; RewardError if their number, type or value is unusable."""
     if len(scores) != count:
-        raise RewardError(
-            f"the reward returned {len(scores)} scores for {count} rollouts; return one score a rollout"
-        )
+        raise RewardError(f"the reward returned {len(scores)} scores for {count} rollouts; return one score a rollout")
     checked: list[float | None] = []
     for i, score in enumerate(scores):
         if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
-            raise RewardError(
-                f"the reward of rollout {i} is {score!r}; return a finite number, or None to abstain"
-            )
+            raise RewardError(f"the reward of rollout {i} is {score!r}; return a finite number, or None to abstain")
         checked.append(None if score is None else float(score))
     return checked

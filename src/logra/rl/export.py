@@ -129,23 +129,15 @@ def _merged(model: Any) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = model.get_base_model()
-    layers = {
-        f"{name}.": module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
-    }
-    values = {
-        name: tensor for name, tensor in base.state_dict().items() if not name.startswith(tuple(layers))
-    }
+    layers = {f"{name}.": module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+    values = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(tuple(layers))}
     extra = [name for name in values if ".modules_to_save." in name or ".trainable_tokens_" in name]
     if extra:
-        raise ModelError(
-            f"the adapter trains whole modules too ({extra[0]}): export model.merge_and_unload() instead"
-        )
+        raise ModelError(f"the adapter trains whole modules too ({extra[0]}): export model.merge_and_unload() instead")
     for prefix, module in layers.items():
         merged = copy.deepcopy(module)
         merged.merge()
-        values |= {
-            f"{prefix}{key}": value.cpu() for key, value in merged.get_base_layer().state_dict().items()
-        }
+        values |= {f"{prefix}{key}": value.cpu() for key, value in merged.get_base_layer().state_dict().items()}
     return base, values
 
 
@@ -265,9 +257,7 @@ def _tables(card: Mapping[str, Any], method: str) -> list[str]:
         rows = [(name, _number(before.get(name)), _number(after.get(name))) for name in {**before, **after}]
         sections.append("## Evaluation\n\n" + _table(("metric", "before", "after"), rows))
     settings = {"method": method, **card.get("settings", {})}
-    sections.append(
-        "## Training\n\n" + _table(("setting", "value"), [(k, _shown(v)) for k, v in settings.items()])
-    )
+    sections.append("## Training\n\n" + _table(("setting", "value"), [(k, _shown(v)) for k, v in settings.items()]))
     versions = [(name, version) for name in PACKAGES if (version := _version(name)) is not None]
     sections.append("## Versions\n\n" + _table(("package", "version"), versions))
     sections.append(f"## Citation\n\n```bibtex\n{CITATION}\n```")

@@ -40,9 +40,7 @@ class FileLock:
             if error.errno not in _NO_LOCKS:
                 os.close(handle)
                 raise
-            logger.warning(
-                "%s: this file system has no locks; make sure that no other process writes here", self.path
-            )
+            logger.warning("%s: this file system has no locks; make sure that no other process writes here", self.path)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle

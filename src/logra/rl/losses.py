@@ -152,9 +152,7 @@ def importance_weights(
         raise ConfigError(f"unknown importance sampling level {level!r}: use 'token' or 'sequence'")
     _check_shapes(mask_BT, old_logp_BT, rollout_logp_BT)
     mask_BT = mask_BT.bool()
-    log_ratio_BT = _fill_masked(old_logp_BT.detach(), mask_BT) - _fill_masked(
-        rollout_logp_BT.detach(), mask_BT
-    )
+    log_ratio_BT = _fill_masked(old_logp_BT.detach(), mask_BT) - _fill_masked(rollout_logp_BT.detach(), mask_BT)
     if level == "sequence":
         log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
     return torch.where(mask_BT, _bounded_exp(log_ratio_BT).clamp(max=cap), 0.0)
@@ -254,9 +252,7 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def _checked_clip(kind: str, low: float, high: float, dual: float | None) -> _Clip:
     if low < 0 or high < 0:
-        raise ConfigError(
-            f"clip_low and clip_high are distances from 1 and must not be negative, got {low} and {high}"
-        )
+        raise ConfigError(f"clip_low and clip_high are distances from 1 and must not be negative, got {low} and {high}")
     if dual is not None and kind not in ("ppo", "gspo"):
         raise ConfigError(f"loss {kind!r} has no dual clip: leave dual_clip out, or use 'ppo' or 'gspo'")
     if dual is not None and dual <= 1:
@@ -267,6 +263,4 @@ def _checked_clip(kind: str, low: float, high: float, dual: float | None) -> _Cl
 def _check_shapes(mask_BT: Tensor, *values: Tensor | None) -> None:
     for value in values:
         if value is not None and (value.ndim != 2 or value.shape != mask_BT.shape):
-            raise ValueError(
-                f"log-probs must be (B, T) like the mask {tuple(mask_BT.shape)}, got {tuple(value.shape)}"
-            )
+            raise ValueError(f"log-probs must be (B, T) like the mask {tuple(mask_BT.shape)}, got {tuple(value.shape)}")

@@ -24,7 +24,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_model(
-    name: str, *, revision: str | None = None, attn_implementation: str = "sdpa", device: str = "auto", seed: int = 0
+    name: str,
+    *,
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+    device: str = "auto",
+    seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in float32 and its tokenizer, from a folder, the hub, or `builtin:tiny-llama|tiny-gpt2`.
 

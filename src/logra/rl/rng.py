@@ -85,9 +85,7 @@ def _restore_cuda(tensors: Mapping[str, Tensor]) -> list[str]:
         if device < count:
             torch.cuda.set_rng_state(tensors[name], device)
         else:
-            missing.append(
-                f"the checkpoint has the random number state of CUDA device {device}, which is not here"
-            )
+            missing.append(f"the checkpoint has the random number state of CUDA device {device}, which is not here")
     return missing
 
 

@@ -98,13 +98,10 @@ class RunDir:
             self._lock.acquire()
         except BlockingIOError as error:
             raise ConfigError(
-                f"{self.path} is being written by {error.strerror}: wait for it, stop it, or choose another "
-                f"output_dir"
+                f"{self.path} is being written by {error.strerror}: wait for it, stop it, or choose another output_dir"
             ) from error
         except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {self.path}: {error}. Choose another output_dir"
-            ) from error
+            raise ConfigError(f"cannot write the run folder {self.path}: {error}. Choose another output_dir") from error
 
     def _resume_from(self, resume: str | Path) -> Path | None:
         if resume == "auto":

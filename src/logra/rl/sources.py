@@ -148,9 +148,7 @@ def load_rows(
     is_generated = name.startswith(GENERATED)
     is_local = not is_generated and _is_path(name)
     if not is_generated:
-        _refuse(
-            name, "is only for reasoning_gym: data (to use fewer rows, set a limit)", params=params, size=size
-        )
+        _refuse(name, "is only for reasoning_gym: data (to use fewer rows, set a limit)", params=params, size=size)
     if is_generated or is_local:
         _refuse(name, "is only for data sets on the Hugging Face hub", subset=subset, revision=revision)
     if is_generated:
@@ -191,9 +189,7 @@ def _load_path(path: Path, split: str) -> Rows:
         raise DataError(f"no such file or folder: {str(path)!r} (relative to {str(Path.cwd())!r})")
     readers = {".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise DataError(
-            f"cannot read {str(path)!r}: use a {', '.join(FILE_SUFFIXES)} file or a saved data set folder"
-        )
+        raise DataError(f"cannot read {str(path)!r}: use a {', '.join(FILE_SUFFIXES)} file or a saved data set folder")
     _require_train_split(str(path), split)
     try:
         return readers[path.suffix](path)
@@ -214,14 +210,10 @@ def _read_json(path: Path) -> Rows:
             return JsonLinesRows(data, str(path))  # many files named .json hold JSON Lines
         raise DataError(f"{str(path)!r} is not valid JSON, or was cut off while written: {error}") from error
     if not isinstance(rows, list):
-        raise DataError(
-            f"{str(path)!r} holds one {type(rows).__name__}: make it a list of objects, or use JSON Lines"
-        )
+        raise DataError(f"{str(path)!r} holds one {type(rows).__name__}: make it a list of objects, or use JSON Lines")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(
-                f"{str(path)!r}: entry {index} is {_shorten(row)}, not an object with the columns as keys"
-            )
+            raise DataError(f"{str(path)!r}: entry {index} is {_shorten(row)}, not an object with the columns as keys")
     return ListRows(rows)
 
 
@@ -273,9 +265,7 @@ def _load_hub(name: str, split: str, subset: str | None, revision: str | None) -
     try:
         loaded = datasets.load_dataset(name, subset, split=split, revision=revision)
     except errors as error:
-        asked = ", ".join(
-            f"{k} {v!r}" for k, v in (("subset", subset), ("split", split), ("revision", revision)) if v
-        )
+        asked = ", ".join(f"{k} {v!r}" for k, v in (("subset", subset), ("split", split), ("revision", revision)) if v)
         raise DataError(
             f"cannot load the data set {name!r} ({asked}) from the Hugging Face hub: "
             f"{_describe(error)}. {_hub_fix(error)}"
@@ -301,9 +291,7 @@ def _load_generated(task: str, params: dict[str, Any], seed: int, size: int | No
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise DataError(
-            "reasoning_gym: data needs the reasoning-gym package: pip install 'logra[tasks]'"
-        ) from error
+        raise DataError("reasoning_gym: data needs the reasoning-gym package: pip install 'logra[tasks]'") from error
     if task not in DATASETS:
         raise DataError(f"reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}")
     _check_params(task, params, DATASETS[task][1])
@@ -337,9 +325,7 @@ def _composite_specs(specs: Any) -> list[Any]:
     from reasoning_gym.factory import DATASETS
 
     if not isinstance(specs, list) or not all(isinstance(spec, dict) and "name" in spec for spec in specs):
-        raise DataError(
-            "reasoning-gym task 'composite' needs params.datasets: a list of {name, weight, params}"
-        )
+        raise DataError("reasoning-gym task 'composite' needs params.datasets: a list of {name, weight, params}")
     for spec in specs:
         if wrong := spec.keys() - {"name", "weight", "params"}:
             raise DataError(
@@ -348,9 +334,7 @@ def _composite_specs(specs: Any) -> list[Any]:
         if spec["name"] not in DATASETS:
             raise DataError(f"reasoning-gym has no task {spec['name']!r}{_nearest(spec['name'], DATASETS)}")
         _check_params(spec["name"], spec.get("params", {}), DATASETS[spec["name"]][1])
-    return [
-        DatasetSpec(spec["name"], spec.get("weight", 1.0), dict(spec.get("params", {}))) for spec in specs
-    ]
+    return [DatasetSpec(spec["name"], spec.get("weight", 1.0), dict(spec.get("params", {}))) for spec in specs]
 
 
 def _require_fixed_hashing(task: str) -> None:
@@ -382,19 +366,13 @@ def _parse_line(line: bytes, number: int, origin: str, is_cut: bool) -> Row:
         hint = ": the file ends inside it, it looks half-written" if is_cut else ""
         raise DataError(f"{origin!r}, line {number} is not valid JSON ({error}){hint}") from error
     if not isinstance(row, dict):
-        raise DataError(
-            f"{origin!r}, line {number} is {_shorten(row)}, not an object with the columns as keys"
-        )
+        raise DataError(f"{origin!r}, line {number} is {_shorten(row)}, not an object with the columns as keys")
     return row
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(valid), n=3, cutoff=0.5)
-    return (
-        f": did you mean {' or '.join(map(repr, close))}?"
-        if close
-        else f": it must be one of {sorted(valid)}"
-    )
+    return f": did you mean {' or '.join(map(repr, close))}?" if close else f": it must be one of {sorted(valid)}"
 
 
 def _describe(error: BaseException) -> str:

@@ -122,7 +122,12 @@ def accumulate(
 
 
 def _loss(
-    part: TrainBatch, logp: Tensor, old: Tensor | None, ref: Tensor | None, settings: LossSettings, tally: Tally
+    part: TrainBatch,
+    logp: Tensor,
+    old: Tensor | None,
+    ref: Tensor | None,
+    settings: LossSettings,
+    tally: Tally,
 ) -> Tensor:
     mask = part.loss_mask
     per_token, clipped = policy_loss(

@@ -41,7 +41,13 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(
-    arch: str = "llama", *, seed: int = 0, hidden: int = 64, layers: int = 2, tied: bool = False, positions: int = 256
+    arch: str = "llama",
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    tied: bool = False,
+    positions: int = 256,
 ) -> PreTrainedModel:
     """A random two-layer float32 model in eval mode; `arch` is "llama" or "gpt2". Global random state is untouched."""
     size = len(SPECIAL) + len(CHARACTERS)
@@ -51,16 +57,30 @@ def tiny_model(
         if arch == "llama":
             model: PreTrainedModel = LlamaForCausalLM(
                 LlamaConfig(
-                    vocab_size=size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
-                    tie_word_embeddings=tied, **ids,
+                    vocab_size=size,
+                    hidden_size=hidden,
+                    intermediate_size=2 * hidden,
+                    num_hidden_layers=layers,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    max_position_embeddings=positions,
+                    tie_word_embeddings=tied,
+                    **ids,
                 )
             )
         elif arch == "gpt2":
             model = GPT2LMHeadModel(
                 GPT2Config(
-                    vocab_size=size, n_embd=hidden, n_layer=layers, n_head=4, n_positions=positions,
-                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied, **ids,
+                    vocab_size=size,
+                    n_embd=hidden,
+                    n_layer=layers,
+                    n_head=4,
+                    n_positions=positions,
+                    resid_pdrop=0.0,
+                    embd_pdrop=0.0,
+                    attn_pdrop=0.0,
+                    tie_word_embeddings=tied,
+                    **ids,
                 )
             )
         else:

@@ -115,9 +115,7 @@ class Trainer:
             metrics |= {"step_time": time.perf_counter() - started, "time/rollout": rollout_s}
             self.log(rollouts, scores, advantages, metrics)
             is_last = self.step == self.plan.steps
-            if is_last and self.plan.eval_after:
-                self.evaluate()
-            elif self.plan.eval_every and self.step % self.plan.eval_every == 0:
+            if (is_last and self.plan.eval_after) or (self.plan.eval_every and self.step % self.plan.eval_every == 0):
                 self.evaluate()
             if self.plan.checkpoint_every and (is_last or self.step % self.plan.checkpoint_every == 0):
                 self.save()
@@ -135,7 +133,12 @@ class Trainer:
         groups = torch.tensor([r.prompt.id for r in rollouts])
         lengths = torch.tensor([len(r.token_ids) for r in rollouts])
         return compute_advantages(
-            self.plan.advantage, rewards, groups, state=self.baseline, lengths=lengths, **self.plan.advantage_params
+            self.plan.advantage,
+            rewards,
+            groups,
+            state=self.baseline,
+            lengths=lengths,
+            **self.plan.advantage_params,
         )
 
     def batch(self, rollouts: Sequence[Rollout], advantages: AdvantageResult) -> TrainBatch:
@@ -179,7 +182,13 @@ class Trainer:
         plan, method, own = self.plan, self.method, Tally()
         method.zero()
         accumulate(
-            method.model, part, plan.microbatch_size, plan.loss, old_logp=old, reference_logp=reference, tally=own
+            method.model,
+            part,
+            plan.microbatch_size,
+            plan.loss,
+            old_logp=old,
+            reference_logp=reference,
+            tally=own,
         )
         _merge(own, tally)
         gap = _terminated_gap(own)
@@ -198,7 +207,11 @@ class Trainer:
         rows = [row for row in order if lengths[row] > 0][: self.plan.probe_rollouts]
         part = batch.probe(rows, self.plan.probe_max_tokens)
         completion = torch.cat([torch.zeros_like(part.prompt_mask), part.completion_mask], dim=1)
-        return {"input_ids": part.input_ids, "attention_mask": part.attention_mask, "completion_mask": completion}
+        return {
+            "input_ids": part.input_ids,
+            "attention_mask": part.attention_mask,
+            "completion_mask": completion,
+        }
 
     def commit(self, scores: RewardResult, metrics: Mapping[str, float]) -> None:
         """The baseline moves only when the policy did."""
@@ -275,7 +288,9 @@ class Trainer:
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint whose model weights are already in place."""
         if (state["baseline"] is None) != (self.baseline is None):
-            raise CheckpointError("the checkpoint was written with another algorithm.advantage: resume with the same one")
+            raise CheckpointError(
+                "the checkpoint was written with another algorithm.advantage: resume with the same one"
+            )
         self.sampler.load_state_dict(state["sampler"])
         own = {n.removeprefix("method."): t for n, t in tensors.items() if n.startswith("method.")}
         self.method.load_state(own, state["method"])

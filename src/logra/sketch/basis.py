@@ -24,7 +24,13 @@ def basis_key(seed: int, name: str, index: int) -> int:
 
 
 def draw(
-    kind: str, seed: int, name: str, index: int, rows: range, columns: range, device: torch.device | str = "cpu"
+    kind: str,
+    seed: int,
+    name: str,
+    index: int,
+    rows: range,
+    columns: range,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """A block of the unscaled basis: int8 signs for `random`, float32 N(0, 1) for `gaussian`. Times 1/sqrt(r) it is A."""
     key = basis_key(seed, name, index)

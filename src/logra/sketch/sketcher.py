@@ -248,7 +248,9 @@ class Sketcher:
         for key in ("version", "names", "options"):
             if state.get(key) != mine[key]:
                 raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
-        needed = {"moment": self._moment} if self._moment is not None else {}
+        needed: dict[str, Tensor] = {}
+        if self._moment is not None:
+            needed["moment"] = self._moment
         if state["is_dirty"]:
             needed["sketches"] = self._sketches
         for key, own in needed.items():
@@ -319,7 +321,9 @@ def attach(
     check_float32(chosen)
     narrow = min(chosen, key=lambda t: t.in_features)
     if rank > narrow.in_features:
-        raise ConfigError(f"rank {rank} exceeds the {narrow.in_features} inputs of {narrow.name}: use rank <= {narrow.in_features}")
+        raise ConfigError(
+            f"rank {rank} exceeds the {narrow.in_features} inputs of {narrow.name}: use rank <= {narrow.in_features}"
+        )
     if any(t.weight.device != chosen[0].weight.device for t in chosen):
         raise ModelError("targets lie on several devices: load the model on one")
     options = {
@@ -331,7 +335,15 @@ def attach(
 
 
 def _check_options(
-    basis: str, optimizer: str, variant: str, weights: str, residual: str, rank: int, beta2: float, eps: float, bits: int
+    basis: str,
+    optimizer: str,
+    variant: str,
+    weights: str,
+    residual: str,
+    rank: int,
+    beta2: float,
+    eps: float,
+    bits: int,
 ) -> None:
     for what, value, allowed in (
         ("basis", basis, bases.KINDS),

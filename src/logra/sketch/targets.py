@@ -56,9 +56,7 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def select_targets(
-    model: nn.Module, targets: Sequence[str] | str | None = None
-) -> tuple[list[Target], list[Skipped]]:
+def select_targets(model: nn.Module, targets: Sequence[str] | str | None = None) -> tuple[list[Target], list[Skipped]]:
     """Choose the weights to train.
 
     targets: None for the default above; a list of module-name suffixes (["q_proj", "mlp.down_proj"]); or one regular
@@ -77,7 +75,7 @@ def select_targets(
         if first != name:
             reason = f"the same tensor as {first}"
             chosen = [t for t in chosen if t.weight is not parameter]
-        elif parameter is head:
+        elif parameter is head and not reason:
             reason = "output head"
         if reason:
             skipped.append(Skipped(name, tuple(parameter.shape), reason))
@@ -130,7 +128,10 @@ def _wanted(module_name: str, targets: Sequence[str] | str | None) -> bool:
 
 
 def _check(
-    chosen: list[Target], skipped: list[Skipped], targets: Sequence[str] | str | None, modules: dict[str, nn.Module]
+    chosen: list[Target],
+    skipped: list[Skipped],
+    targets: Sequence[str] | str | None,
+    modules: dict[str, nn.Module],
 ) -> None:
     if targets is not None and not isinstance(targets, str):
         names = [t.name.removesuffix(".weight") for t in chosen]

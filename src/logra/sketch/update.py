@@ -74,7 +74,13 @@ class Update:
 
 
 def apply_block(
-    weight_dk: Tensor, q_dr: Tensor, exponent_d: Tensor, basis_rk: Tensor, decay: float = 0.0, *, chunk: int = _CHUNK
+    weight_dk: Tensor,
+    q_dr: Tensor,
+    exponent_d: Tensor,
+    basis_rk: Tensor,
+    decay: float = 0.0,
+    *,
+    chunk: int = _CHUNK,
 ) -> None:
     """Apply to any block of rows and columns, in place: weight (d, k) float32, with the matching rows of q and columns of
     the basis. Powers of two are folded into q before the product, which keeps every partial sum exact."""
@@ -121,7 +127,9 @@ def _matrices(model: nn.Module, update: Update) -> dict[str, Tensor]:
     modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     missing = [name for name in update.factors if name not in parameters]
     if missing:
-        raise UpdateError(f"update {update.index} names weights this model lacks: {missing[:3]} ({len(missing)} in all)")
+        raise UpdateError(
+            f"update {update.index} names weights this model lacks: {missing[:3]} ({len(missing)} in all)"
+        )
     views = {}
     for name, factor in update.factors.items():
         weight = parameters[name].detach()

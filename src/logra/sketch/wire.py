@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 MAGIC, VERSION = b"LGRU", 1
 _HEAD = struct.Struct("<4sHI")
 _CHECKSUM = 16
-_FIELDS = {"index": int, "basis": str, "basis_index": int, "seed": int, "rank": int, "bits": int, "decay": float}
+_FIELDS = {
+    "index": int,
+    "basis": str,
+    "basis_index": int,
+    "seed": int,
+    "rank": int,
+    "bits": int,
+    "decay": float,
+}
 _LIMIT = 1 << 31  # a dimension above this is damage, not a model
 
 
@@ -55,7 +63,9 @@ def decode(data: bytes, update_type: type[Update], factor_type: type[Factor]) ->
     if len(data) < _HEAD.size + _CHECKSUM or data[:4] != MAGIC:
         raise UpdateError(f"not a logra Update: {len(data)} bytes that do not begin with {MAGIC!r}")
     if _checksum(data[:-_CHECKSUM]) != data[-_CHECKSUM:]:
-        raise UpdateError("the Update is damaged or cut short: its checksum does not match; ask the sender for it again")
+        raise UpdateError(
+            "the Update is damaged or cut short: its checksum does not match; ask the sender for it again"
+        )
     _, version, length = _HEAD.unpack_from(data)
     if version != VERSION:
         raise UpdateError(f"the Update has format version {version}, this logra reads {VERSION}: use the same release")

@@ -70,7 +70,9 @@ class TrustRegion:
         if budget not in SCHEDULES:
             raise ConfigError(f"trust.budget={budget!r} is not known: use one of {list(SCHEDULES)}")
         if not (start > 0 and final > 0 and steps >= 1 and largest_scale > 0 and tolerance >= 1):
-            raise ConfigError("the trust region needs start, final and largest_scale above 0, steps >= 1, tolerance >= 1")
+            raise ConfigError(
+                "the trust region needs start, final and largest_scale above 0, steps >= 1, tolerance >= 1"
+            )
         self.kind, self.start, self.final, self.steps = budget, start, final, steps
         self.largest_scale, self.floor = largest_scale, floor
         self.corrects, self.mismatch_weight = mismatch, mismatch_weight
@@ -84,7 +86,9 @@ class TrustRegion:
     def observe(self, gap: float) -> None:
         """Take in mean(logp_generation - logp_trainer) of the rollouts that ended with an end-of-sequence token."""
         if not math.isfinite(gap):
-            raise NonFiniteError(f"the log-prob gap between rollout and trainer is {gap}: the engine's log-probs are broken")
+            raise NonFiniteError(
+                f"the log-prob gap between rollout and trainer is {gap}: the engine's log-probs are broken"
+            )
         self.gap = (1.0 - self.mismatch_weight) * self.gap + self.mismatch_weight * max(0.0, gap)
 
     def budget(self, update: int) -> float:

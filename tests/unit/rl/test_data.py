@@ -118,9 +118,7 @@ def test_eos_that_the_tokenizer_appends_is_removed_and_the_datas_own_kept():
 
 
 def test_mixed_text_and_messages_stay_in_order():
-    rows = [
-        {"prompt": "1" * (i + 1) if i % 2 else [{"role": "user", "content": "1" * (i + 1)}]} for i in range(9)
-    ]
+    rows = [{"prompt": "1" * (i + 1) if i % 2 else [{"role": "user", "content": "1" * (i + 1)}]} for i in range(9)]
     tokenizer = char_tokenizer()
     prompts = build_prompts(rows, tokenizer, max_prompt_tokens=100)
     assert [tokenizer.decode(p.token_ids) for p in prompts] == [f"u:{'1' * (i + 1)}\na:" for i in range(9)]

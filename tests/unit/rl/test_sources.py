@@ -120,9 +120,7 @@ def test_fingerprint_follows_the_content_and_not_the_place(tmp_path, suffix):
     int(first.fingerprint, 16)
 
 
-@pytest.mark.parametrize(
-    "name", ["no/such/file.jsonl", "nothing.parquet", "./folder", "/no/such", "~/no/such"]
-)
+@pytest.mark.parametrize("name", ["no/such/file.jsonl", "nothing.parquet", "./folder", "/no/such", "~/no/such"])
 def test_missing_path(name):
     with pytest.raises(DataError, match="no such file or folder"):
         load_rows(name)
@@ -143,9 +141,7 @@ def test_saved_dataset(tmp_path):
 
 def test_saved_splits(tmp_path):
     parts = {"train": UNIFORM[:4], "test": UNIFORM[4:6]}
-    datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(
-        tmp_path / "d"
-    )
+    datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(tmp_path / "d")
     assert list(load_rows(str(tmp_path / "d"), split="test")) == parts["test"]
     with pytest.raises(DataError, match=r"no split 'dev': it has \['test', 'train'\]"):
         load_rows(str(tmp_path / "d"), split="dev")

@@ -117,9 +117,7 @@ def test_bfloat16_logits_are_scored_in_float32() -> None:
 def test_longer_draws_begin_with_shorter_ones_and_keys_differ() -> None:
     short, long = rollout_uniforms(1, 2, 3, 4, 5), rollout_uniforms(1, 2, 3, 4, 50)
     assert (long[:5] == short).all() and long.min() >= 0 and long.max() < 1
-    firsts = {
-        rollout_uniforms(*key, 1)[0] for key in [(1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (1, 23, 4, 0)]
-    }
+    firsts = {rollout_uniforms(*key, 1)[0] for key in [(1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (1, 23, 4, 0)]}
     assert len(firsts) == 4
 
 

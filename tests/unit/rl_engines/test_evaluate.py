@@ -101,9 +101,7 @@ def test_success_threshold() -> None:
 def test_sampling_is_its_own_and_the_seed_is_moved() -> None:
     engine = FakeEngine()
     for seed in (0, 1):
-        evaluate(
-            engine, PROMPTS, lambda r: [0] * len(r), num_rollouts=2, sampling=Sampling(9, 0.7, 0.8, seed, 5)
-        )
+        evaluate(engine, PROMPTS, lambda r: [0] * len(r), num_rollouts=2, sampling=Sampling(9, 0.7, 0.8, seed, 5))
     seeds = [sampling.seed for _, _, sampling in engine.calls]
     assert len({0, 1, *seeds}) == 4 and all(0 <= seed < 2**63 for seed in seeds)
     assert engine.calls[0][2] == Sampling(9, 0.7, 0.8, seeds[0], 5)
@@ -111,9 +109,7 @@ def test_sampling_is_its_own_and_the_seed_is_moved() -> None:
 
 def test_max_prompts_takes_the_first() -> None:
     engine = FakeEngine()
-    result = evaluate(
-        engine, PROMPTS, lambda r: [1] * len(r), num_rollouts=1, sampling=Sampling(9), max_prompts=2
-    )
+    result = evaluate(engine, PROMPTS, lambda r: [1] * len(r), num_rollouts=1, sampling=Sampling(9), max_prompts=2)
     assert engine.calls[0][0] == PROMPTS[:2] and result.num_prompts == 2
 
 

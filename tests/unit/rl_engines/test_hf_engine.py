@@ -76,9 +76,7 @@ def test_pad_equal_to_eos_and_a_second_eos(model: PreTrainedModel) -> None:
 
 def test_text_is_the_response_without_its_end(model: PreTrainedModel) -> None:
     tokenizer = char_tokenizer()
-    for rollout in HFEngine(model, tokenizer, eos_token_ids=(9, 12)).generate(
-        make_prompts("1"), 20, Sampling(8)
-    ):
+    for rollout in HFEngine(model, tokenizer, eos_token_ids=(9, 12)).generate(make_prompts("1"), 20, Sampling(8)):
         body = rollout.token_ids[:-1] if rollout.stop == "eos" else rollout.token_ids
         assert rollout.text == "".join(tokenizer.convert_ids_to_tokens([i for i in body if i > 3]))
 
@@ -206,9 +204,7 @@ def test_each_distinct_prompt_is_prefilled_once(model: PreTrainedModel) -> None:
 def test_finished_rows_leave_the_batch_and_decoding_stops_early(model: PreTrainedModel) -> None:
     widths = record_widths(model)
     eos = tuple(range(4, 30))
-    rollouts = HFEngine(model, char_tokenizer(), eos_token_ids=eos).generate(
-        make_prompts("1", LONG), 16, Sampling(200)
-    )
+    rollouts = HFEngine(model, char_tokenizer(), eos_token_ids=eos).generate(make_prompts("1", LONG), 16, Sampling(200))
     rows = [rows for rows, _ in widths[1:]]
     lengths = [len(r.token_ids) for r in rollouts]
     assert rows == sorted(rows, reverse=True)

@@ -18,9 +18,7 @@ GROUPS = [7, 7, 3, 7, 3, 5, 5, 3, 3, 7, 9]
 
 
 def advantages(kind, rewards, groups, **options):
-    return compute_advantages(
-        kind, torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options
-    )
+    return compute_advantages(kind, torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options)
 
 
 def mates(rewards, groups, b):
@@ -60,9 +58,7 @@ def slow_rloo(rewards, groups):
     out = []
     for b, r in enumerate(rewards):
         others = [
-            other
-            for j, other in enumerate(rewards)
-            if j != b and groups[j] == groups[b] and not math.isnan(other)
+            other for j, other in enumerate(rewards) if j != b and groups[j] == groups[b] and not math.isnan(other)
         ]
         out.append(r - sum(others) / len(others) if others and not math.isnan(r) else 0.0)
     return out

@@ -24,9 +24,7 @@ SHAPES = [(0, 3, 1, "eos"), (0, 3, 24, "length"), (1, 17, 5, "eos"), (1, 17, 2, 
 def rollout(prompt_id, prompt_ids, ids, stop="eos", index=0, logprobs=None):
     logprobs = tuple(-0.25 * (i + 1) for i in range(len(ids))) if logprobs is None else logprobs
     prompt = Prompt(id=prompt_id, content="", token_ids=tuple(prompt_ids))
-    return Rollout(
-        prompt=prompt, index=index, token_ids=tuple(ids), logprobs=logprobs, stop=stop, text="", version=0
-    )
+    return Rollout(prompt=prompt, index=index, token_ids=tuple(ids), logprobs=logprobs, stop=stop, text="", version=0)
 
 
 def make(shapes, seed=0, vocabulary=51):
@@ -84,16 +82,12 @@ def test_mask_truncated_drops_from_loss_and_counts(mask_truncated):
     live = [len(r.token_ids) for r in rollouts if not (mask_truncated and r.stop == "length")]
     assert batch.num_loss_tokens == sum(live)
     assert batch.dropped.tolist() == [mask_truncated and r.stop == "length" for r in rollouts]
-    assert batch.completion_mask.sum() == sum(len(r.token_ids) for r in rollouts), (
-        "attention still sees all tokens"
-    )
+    assert batch.completion_mask.sum() == sum(len(r.token_ids) for r in rollouts), "attention still sees all tokens"
     advantages = torch.linspace(-1, 1, len(batch), dtype=torch.float64)
     batch = batch.with_advantages(advantages, aggregation="sequence")
     num_sequences = sum(n > 0 for n in live)
     expected = [
-        1 / (num_sequences * len(r.token_ids))
-        if r.token_ids and not (mask_truncated and r.stop == "length")
-        else 0.0
+        1 / (num_sequences * len(r.token_ids)) if r.token_ids and not (mask_truncated and r.stop == "length") else 0.0
         for r in rollouts
     ]
     assert batch.weights.tolist() == pytest.approx(expected)
@@ -104,9 +98,7 @@ def test_with_advantages_drops_rollouts_without_reward():
     batch = collate(make(SHAPES), PAD, mask_truncated=True)
     rewards = torch.tensor([1.0, 0.0, math.nan, 1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     result = compute_advantages("dr_grpo", rewards, batch.group_ids)
-    batch = batch.with_advantages(
-        result.advantages, aggregation="constant", max_new_tokens=24, dropped=result.dropped
-    )
+    batch = batch.with_advantages(result.advantages, aggregation="constant", max_new_tokens=24, dropped=result.dropped)
     assert batch.dropped.tolist() == [False, True, True, False, False, False, True, False]
     # rollouts 0, 3, 4 and 7: 5 is empty
     assert batch.weights.tolist() == pytest.approx([1 / 96, 0, 0, 1 / 96, 1 / 96, 0, 0, 1 / 96])
@@ -197,9 +189,7 @@ def test_one_by_eight_equals_two_by_four_equals_eight_by_one(kind, aggregation, 
         old = torch.where(batch.completion_mask, logps(model, batch) + 0.3 * noise, 0.0)
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.3, math.nan, 0.0], dtype=torch.float64)
     result = compute_advantages("reinforce++", rewards, batch.group_ids)
-    batch = batch.with_advantages(
-        result.advantages, aggregation=aggregation, max_new_tokens=24, dropped=result.dropped
-    )
+    batch = batch.with_advantages(result.advantages, aggregation=aggregation, max_new_tokens=24, dropped=result.dropped)
     batch.rollout_logprobs.copy_(old)
     whole, metrics = step_gradient(model, batch, kind, 8)
     assert whole.abs().max() > 1e-4
@@ -254,9 +244,7 @@ def test_to_moves_every_tensor():
     batch = collate(make(SHAPES), PAD)
     moved = batch.to("meta")
     assert {value.device.type for value in vars(moved).values()} == {"meta"}
-    assert {value.device.type for value in vars(collate(make(SHAPES), PAD, device="meta")).values()} == {
-        "meta"
-    }
+    assert {value.device.type for value in vars(collate(make(SHAPES), PAD, device="meta")).values()} == {"meta"}
 
 
 def test_bad_input_says_what_to_do():

@@ -125,9 +125,7 @@ def test_loss_and_gradient_match_loop_reference(kind, low, high, dual, spread):
     clip = {"clip_low": low, "clip_high": high, "dual_clip": dual}
     loss, _ = policy_loss(kind, logp, tensor(old), torch.tensor(ADVANTAGES), torch.tensor(MASK), **clip)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss, tensor(slow_table(kind, new, old, low, high, dual)), rtol=3e-6, atol=3e-6
-    )
+    torch.testing.assert_close(loss, tensor(slow_table(kind, new, old, low, high, dual)), rtol=3e-6, atol=3e-6)
     weighted_loss(loss, torch.tensor(weights)).backward()
     torch.testing.assert_close(
         logp.grad, tensor(slow_gradient(kind, new, old, weights, low, high, dual)), rtol=1e-5, atol=1e-5
@@ -216,9 +214,7 @@ def test_padding_poison_reaches_nothing(kind, where, poison):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_fully_masked_batch_is_connected_with_zero_gradient(kind):
     logp = tensor([[math.nan, -1.0]], grad=True)
-    loss, _ = policy_loss(
-        kind, logp, tensor([[-1.0, -1.0]]), torch.tensor([1.0]), torch.zeros(1, 2, dtype=torch.bool)
-    )
+    loss, _ = policy_loss(kind, logp, tensor([[-1.0, -1.0]]), torch.tensor([1.0]), torch.zeros(1, 2, dtype=torch.bool))
     weighted_loss(loss, torch.zeros(1)).backward()
     assert loss.tolist() == [[0.0, 0.0]]
     assert logp.grad is not None
@@ -230,9 +226,7 @@ def test_fully_masked_batch_is_connected_with_zero_gradient(kind):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_huge_log_ratios_stay_finite(kind, gap, advantage):
     logp = tensor([[gap - 1.0, -1.0]], grad=True)
-    loss, _ = policy_loss(
-        kind, logp, tensor([[-1.0, -1.0]]), torch.tensor([advantage]), torch.ones(1, 2).bool()
-    )
+    loss, _ = policy_loss(kind, logp, tensor([[-1.0, -1.0]]), torch.tensor([advantage]), torch.ones(1, 2).bool())
     loss.sum().backward()
     assert loss.isfinite().all()
     assert logp.grad.isfinite().all()
@@ -284,9 +278,7 @@ def test_importance_weights_match_loop_reference(level, cap):
         logs = [trainer[b][t] - rollout[b][t] if keep else 0.0 for t, keep in enumerate(mask)]
         ratios = [math.exp(sum(logs) if level == "sequence" else log) for log in logs]
         expected.append([min(r, cap) if keep else 0.0 for r, keep in zip(ratios, mask, strict=True)])
-    weights = importance_weights(
-        tensor(trainer, grad=True), tensor(rollout), torch.tensor(MASK), cap=cap, level=level
-    )
+    weights = importance_weights(tensor(trainer, grad=True), tensor(rollout), torch.tensor(MASK), cap=cap, level=level)
     torch.testing.assert_close(weights, tensor(expected), rtol=2e-6, atol=2e-6)
     assert not weights.requires_grad
 
@@ -301,9 +293,7 @@ def test_importance_weights_ignore_poison_and_stay_finite(level, poison):
     bad_rollout[~mask] = poison
     clean = importance_weights(tensor(trainer), tensor(rollout), mask, level=level)
     assert torch.equal(importance_weights(bad_trainer, bad_rollout, mask, level=level), clean)
-    far = importance_weights(
-        tensor([[0.0, -500.0]]), tensor([[-500.0, 0.0]]), torch.ones(1, 2).bool(), cap=5.0
-    )
+    far = importance_weights(tensor([[0.0, -500.0]]), tensor([[-500.0, 0.0]]), torch.ones(1, 2).bool(), cap=5.0)
     assert far[0, 0] == 5.0
     assert 0 < far[0, 1] < 1e-8
 

@@ -10,9 +10,7 @@ from logra.rl.rewards.builtin import Reply, make_builtin, soft_overlong
 from logra.rl.rewards.spec import Score
 
 
-def judge(
-    name: str, text: str, row: dict[str, Any] | None = None, num_tokens: int = 1, **params: Any
-) -> Score:
+def judge(name: str, text: str, row: dict[str, Any] | None = None, num_tokens: int = 1, **params: Any) -> Score:
     return make_builtin(name, params)(Reply("q", text, [0] * num_tokens, row or {}))
 
 
@@ -38,9 +36,7 @@ def judge(
         ("1" * 40 + "1", "1" * 40 + "2", {}, 0.0, "wrong"),
     ],
 )
-def test_numeric_match(
-    text: str, answer: Any, params: dict[str, Any], value: float | None, status: str
-) -> None:
+def test_numeric_match(text: str, answer: Any, params: dict[str, Any], value: float | None, status: str) -> None:
     assert judge("numeric_match", text, {"answer": answer}, **params) == Score(value, status)  # type: ignore[arg-type]
 
 
@@ -71,15 +67,11 @@ def test_format_matches_the_whole_reply_or_a_part() -> None:
     [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)],
 )
 def test_length_is_daposs_soft_overlong_punishment(num_tokens: int, penalty: float) -> None:
-    assert judge("length", "", num_tokens=num_tokens, max_tokens=100, cache_tokens=20).value == pytest.approx(
-        penalty
-    )
+    assert judge("length", "", num_tokens=num_tokens, max_tokens=100, cache_tokens=20).value == pytest.approx(penalty)
     assert soft_overlong(num_tokens, 100, 20) == pytest.approx(penalty)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(50, 0.0), (25, -0.5), (75, -0.5), (0, -1.0), (500, -1.0)]
-)
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(50, 0.0), (25, -0.5), (75, -0.5), (0, -1.0), (500, -1.0)])
 def test_length_target(num_tokens: int, penalty: float) -> None:
     assert judge("length", "", num_tokens=num_tokens, target_tokens=50).value == pytest.approx(penalty)
 

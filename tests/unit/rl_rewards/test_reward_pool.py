@@ -51,9 +51,7 @@ def test_64_rollouts_by_several_functions(pool: RewardPool) -> None:
     assert result.counts["numeric_match"] == {
         "scored": 32, "wrong": 16, "unparseable": 16, "error": 0, "timeout": 0, "abstain": 0,
     }  # fmt: skip
-    assert result.total == [
-        pytest.approx(float(i % 2) + 0.01 * len(reply)) for i, reply in enumerate(replies)
-    ]
+    assert result.total == [pytest.approx(float(i % 2) + 0.01 * len(reply)) for i, reply in enumerate(replies)]
     assert result.per_function["math_verify"] == [float(i % 2) for i in range(64)]
     assert result.per_function["only_numbers"] == [None] * 64
     assert result.messages == {}
@@ -141,9 +139,7 @@ def rollout(content, columns: dict, text: str) -> Rollout:
 
 
 def test_rollouts_of_mixed_tasks() -> None:
-    with RewardPool(
-        [f"{FILE}:sees", "numeric_match", RewardSpec("length", params={"target_tokens": 6})]
-    ) as pool:
+    with RewardPool([f"{FILE}:sees", "numeric_match", RewardSpec("length", params={"target_tokens": 6})]) as pool:
         result = pool.score_rollouts(
             [
                 rollout("q", {"answer": "4", "prompt": "q"}, "it is 4"),
@@ -163,9 +159,7 @@ def test_what_is_wrong_with_a_path_is_said_at_the_start() -> None:
     ):
         pool.warmup()
     with RewardPool([f"{FILE}:named_only"]) as pool:
-        with pytest.raises(
-            RewardError, match="'named_only' needs the column 'answer'; the data has: solution"
-        ):
+        with pytest.raises(RewardError, match="'named_only' needs the column 'answer'; the data has: solution"):
             pool.warmup(["solution"])
         with pytest.raises(RewardError, match="needs the column 'answer'; the data has: no columns"):
             pool.score(["q"], ["a"], [[1]])

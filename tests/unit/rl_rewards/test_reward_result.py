@@ -61,9 +61,7 @@ def planned(specs: list[RewardSpec], count: int, error_limit: float = 1.0) -> Ca
 def test_every_rollout_is_planned_once_and_whole_batches_come_first() -> None:
     call = planned([RewardSpec("numeric_match"), RewardSpec("f.a"), RewardSpec("f.b", chunk=40)], 100)
     for spec in range(3):
-        assert sorted(i for task in call.pending if task.spec == spec for i in task.rollouts) == list(
-            range(100)
-        )
+        assert sorted(i for task in call.pending if task.spec == spec for i in task.rollouts) == list(range(100))
     sizes = [(task.spec, len(task.rollouts)) for task in call.pending]
     assert sizes[:4] == [(1, 100), (2, 40), (2, 40), (2, 20)]
     assert max(size for spec, size in sizes if spec == 0) <= 16

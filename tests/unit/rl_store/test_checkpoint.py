@@ -87,9 +87,7 @@ def test_views_transposes_and_shared_storages_are_stored_apart(tmp_path):
         "slice": base[1:3],
         "expand": base[:1].expand(3, 4),
     }
-    loaded = (
-        CheckpointStore(tmp_path).load(CheckpointStore(tmp_path).save(3, tensors=tensors, state={})).tensors
-    )
+    loaded = CheckpointStore(tmp_path).load(CheckpointStore(tmp_path).save(3, tensors=tensors, state={})).tensors
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor.detach())
     assert base.requires_grad
@@ -107,11 +105,7 @@ def test_round_trip_of_state_and_model_files(tmp_path):
     loaded = CheckpointStore(tmp_path).load(path)
     assert (loaded.step, loaded.state, loaded.tensors, loaded.path) == (12, state, {}, tmp_path / "step_12")
     assert (loaded.path / "model" / "weights.bin").read_bytes() == b"w" * 100
-    modes = {
-        file.stat().st_mode
-        for file in loaded.path.rglob("*")
-        if file.is_file() and file.name != "manifest.json"
-    }
+    modes = {file.stat().st_mode for file in loaded.path.rglob("*") if file.is_file() and file.name != "manifest.json"}
     assert len(modes) == 1
 
 
@@ -123,9 +117,7 @@ def test_loaded_tensors_outlive_their_file(tmp_path):
     assert torch.equal(loaded.tensors["a"], some_tensors(1)["a"])
 
 
-@pytest.mark.parametrize(
-    "state", [{1: "int key"}, {"x": {2: 0}}, {"x": [torch.ones(1)]}, {"x": {1, 2}}], ids=str
-)
+@pytest.mark.parametrize("state", [{1: "int key"}, {"x": {2: 0}}, {"x": [torch.ones(1)]}, {"x": {1, 2}}], ids=str)
 def test_state_that_json_would_change_is_refused_before_anything_is_written(tmp_path, state):
     with pytest.raises(TypeError, match="JSON"):
         CheckpointStore(tmp_path / "new").save(1, tensors={}, state=state)

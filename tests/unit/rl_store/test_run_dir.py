@@ -143,12 +143,8 @@ def test_metrics_are_there_line_by_line(tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     records = []
     for step in (1, 2):
-        writer.write(
-            {"step": step, "loss": 0.5, "name": "\u00e9\n", "flag": True, "none": None, "list": [1, 2.0]}
-        )
-        records.append(
-            {"step": step, "loss": 0.5, "name": "\u00e9\n", "flag": True, "none": None, "list": [1, 2.0]}
-        )
+        writer.write({"step": step, "loss": 0.5, "name": "\u00e9\n", "flag": True, "none": None, "list": [1, 2.0]})
+        records.append({"step": step, "loss": 0.5, "name": "\u00e9\n", "flag": True, "none": None, "list": [1, 2.0]})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == records
 
@@ -344,9 +340,7 @@ def test_rewind_drops_what_will_be_done_again(tmp_path):
     run.rewind(3)  # nothing there yet
     for step in (1, 3, 4):
         MetricsWriter(run.metrics).write({"step": step})
-        CompletionsWriter(run.completions).write(
-            step, [rollout(0)], reward=[1.0], rewards={}, advantage=[0.0]
-        )
+        CompletionsWriter(run.completions).write(step, [rollout(0)], reward=[1.0], rewards={}, advantage=[0.0])
     (run.completions / ".step_000005.parquet.tmp-00ff").touch()
     (run.completions / "step_notes.parquet").touch()
     run.rewind(3)

@@ -47,14 +47,22 @@ def test_blocks_and_rank_order_give_the_same_bits(bits, explicit):
                     for c0, c1 in columns:
                         block = pieces[r0:r1, c0:c1]
                         apply_block(
-                            block, q[r0:r1][:, order], exponent[r0:r1], basis[order][:, c0:c1], 1e-3, chunk=chunk
+                            block,
+                            q[r0:r1][:, order],
+                            exponent[r0:r1],
+                            basis[order][:, c0:c1],
+                            1e-3,
+                            chunk=chunk,
                         )
                 assert torch.equal(pieces, whole)
 
 
 def test_apply_is_one_rounding_of_the_exact_sum():
     generator = torch.Generator().manual_seed(1)
-    q, basis = integers(generator, (40, 64), 127).to(torch.int8), integers(generator, (64, 50), 1).to(torch.int8)
+    q, basis = (
+        integers(generator, (40, 64), 127).to(torch.int8),
+        integers(generator, (64, 50), 1).to(torch.int8),
+    )
     exponent = torch.full((40,), -25, dtype=torch.int8)
     weight = torch.randn(40, 50, generator=generator)
     exact = weight.double() + (q.double() @ basis.double()) * 2.0**-25
@@ -64,7 +72,10 @@ def test_apply_is_one_rounding_of_the_exact_sum():
 
 def test_reduced_matmul_precision_is_overridden_for_wide_factors():
     generator = torch.Generator().manual_seed(2)
-    q, basis = integers(generator, (64, 512), 16383).to(torch.int16), integers(generator, (512, 64), 1).to(torch.int8)
+    q, basis = (
+        integers(generator, (64, 512), 16383).to(torch.int16),
+        integers(generator, (512, 64), 1).to(torch.int8),
+    )
     exponent = torch.full((64,), -30, dtype=torch.int8)
     exact = torch.zeros(64, 64)
     apply_block(exact, q, exponent, basis)
@@ -91,7 +102,9 @@ def test_rounding_is_unbiased_and_within_one_quantum(bits):
         assert bool(((value - factor.double()).abs() < quantum).all())
         total += value
     error = (total / 2000 - factor.double()) / quantum
-    assert float(error.abs().max()) < 5 * 0.5 / 2000**0.5  # the standard deviation of a rounding is at most half a quantum
+    assert (
+        float(error.abs().max()) < 5 * 0.5 / 2000**0.5
+    )  # the standard deviation of a rounding is at most half a quantum
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -152,7 +165,10 @@ def test_another_process_gets_the_same_bits(ids, tmp_path):
         "print(logra.digest(model))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "update.bin")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path / "update.bin")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.strip() == digest(trainer), done.stderr
 

@@ -51,9 +51,7 @@ def check_sampling(sampling: Sampling, num_rollouts: int) -> None:
     if sampling.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
     if not 0.0 <= sampling.temperature < float("inf"):
-        raise ConfigError(
-            f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive and finite"
-        )
+        raise ConfigError(f"temperature is {sampling.temperature}; it must be 0 (greedy) or positive and finite")
     if not 0.0 < sampling.top_p <= 1.0:
         raise ConfigError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
 

@@ -81,9 +81,7 @@ class HFEngine:
         pad_token_id: int | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(
-                f"the engine's batch_size is {batch_size}; it must be at least 1, or null for no limit"
-            )
+            raise ConfigError(f"the engine's batch_size is {batch_size}; it must be at least 1, or null for no limit")
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
@@ -120,9 +118,7 @@ class HFEngine:
         for prompt in prompts:
             length = len(prompt.token_ids)
             if length == 0:
-                raise DataError(
-                    f"prompt {prompt.id} has no token ids; drop it or give the template a BOS token"
-                )
+                raise DataError(f"prompt {prompt.id} has no token ids; drop it or give the template a BOS token")
             if limit is not None and length + max_new_tokens > limit:
                 raise ModelError(
                     f"prompt {prompt.id} has {length} tokens; with max_new_tokens {max_new_tokens} that is "
@@ -166,12 +162,8 @@ class HFEngine:
             logits_to_keep=1,
         )
         if output.past_key_values is None:
-            raise ModelError(
-                f"{type(self.model).__name__} returns no key-value cache, so it cannot be sampled from"
-            )
-        batch = _Batch(
-            output.logits[:, -1], output.past_key_values, mask_DT.to(device), positions_DT[:, -1] + 1
-        )
+            raise ModelError(f"{type(self.model).__name__} returns no key-value cache, so it cannot be sampled from")
+        batch = _Batch(output.logits[:, -1], output.past_key_values, mask_DT.to(device), positions_DT[:, -1] + 1)
         batch.select([distinct[row.prompt.token_ids] for row in rows])
         return batch
 
@@ -233,9 +225,7 @@ def _rows(prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> l
     for prompt in prompts:
         for index in range(num_rollouts):
             stream = seen[prompt.id] * num_rollouts + index
-            uniforms = rollout_uniforms(
-                sampling.seed, sampling.step, prompt.id, stream, sampling.max_new_tokens
-            )
+            uniforms = rollout_uniforms(sampling.seed, sampling.step, prompt.id, stream, sampling.max_new_tokens)
             rows.append(_Row(prompt, index, uniforms))
         seen[prompt.id] += 1
     return rows

@@ -24,9 +24,7 @@ def rollout_uniforms(seed: int, step: int, prompt_id: int, index: int, count: in
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
-def choose(
-    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """One id a row and its log-probability: (B,) int64 and (B,) float32.
 
     The id is the inverse of the cumulative softmax(logits / temperature), in id order, at that row's uniform
@@ -40,9 +38,7 @@ def choose(
     return torch.cat([ids for ids, _ in picked]), torch.cat([logp for _, logp in picked])
 
 
-def _choose_block(
-    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float
-) -> tuple[Tensor, Tensor]:
+def _choose_block(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     scaled_BV = logits_BV.float()
     if temperature not in (0.0, 1.0):
         scaled_BV = scaled_BV / temperature

@@ -34,8 +34,12 @@ class Method(Protocol):
     """
 
     name: str
-    model: nn.Module
-    num_updates: int
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def num_updates(self) -> int: ...
 
     def zero(self) -> None: ...
 

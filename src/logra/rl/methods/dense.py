@@ -67,7 +67,10 @@ class AdamWMethod:
         for name, parameter in self.parameters.items():
             slots = self.optimizer.state.get(parameter)
             if slots:
-                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = slots["exp_avg"], slots["exp_avg_sq"]
+                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = (
+                    slots["exp_avg"],
+                    slots["exp_avg_sq"],
+                )
                 steps[name] = int(slots["step"])
         return tensors, {"method": self.name, "num_updates": self.num_updates, "steps": steps}
 
@@ -92,7 +95,14 @@ class DenseMethod(AdamWMethod):
 
     name = "dense"
 
-    def __init__(self, model: nn.Module, schedule: Schedule, *, targets: Sequence[str] | str | None = None, **options: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        targets: Sequence[str] | str | None = None,
+        **options: Any,
+    ):
         self.targets, self.skipped = select_targets(model, targets)
         check_float32(self.targets)
         chosen = {id(t.weight) for t in self.targets}
@@ -126,7 +136,9 @@ class LoraMethod(AdamWMethod):
         chosen, self.skipped = select_targets(model, targets)
         check_float32(chosen)
         self.chosen = [(t.name, (t.out_features, t.in_features)) for t in chosen]
-        wrapped = _wrap(model, [t.name.removesuffix(".weight") for t in chosen], chosen[0].transposed, rank, alpha or rank)
+        wrapped = _wrap(
+            model, [t.name.removesuffix(".weight") for t in chosen], chosen[0].transposed, rank, alpha or rank
+        )
         adapters = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
         for name, parameter in adapters.items():
             _initialise(name, parameter, seed)

@@ -136,9 +136,7 @@ def format_match(pattern: str, mode: str = "full") -> Scorer:
 
 
 @builtin("length")
-def length(
-    max_tokens: int | None = None, cache_tokens: int | None = None, target_tokens: int | None = None
-) -> Scorer:
+def length(max_tokens: int | None = None, cache_tokens: int | None = None, target_tokens: int | None = None) -> Scorer:
     """A penalty on the number n of sampled tokens (the end of sequence included), in [-1, 0].
 
     With max_tokens L and cache_tokens C: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13),
@@ -148,14 +146,10 @@ def length(
     """
     if target_tokens is not None:
         if max_tokens is not None or cache_tokens is not None or target_tokens < 1:
-            raise RewardError(
-                "reward 'length': give target_tokens >= 1 alone, or max_tokens with cache_tokens"
-            )
+            raise RewardError("reward 'length': give target_tokens >= 1 alone, or max_tokens with cache_tokens")
         return lambda reply: Score(-min(1.0, abs(len(reply.token_ids) - target_tokens) / target_tokens))
     if max_tokens is None or cache_tokens is None or not 0 < cache_tokens <= max_tokens:
-        raise RewardError(
-            "reward 'length': needs max_tokens and cache_tokens with 0 < cache_tokens <= max_tokens"
-        )
+        raise RewardError("reward 'length': needs max_tokens and cache_tokens with 0 < cache_tokens <= max_tokens")
     return lambda reply: Score(soft_overlong(len(reply.token_ids), max_tokens, cache_tokens))
 
 
@@ -235,9 +229,7 @@ def _extractor(reward: str, name: str) -> Extractor:
 
 def _tolerance(tolerance: float) -> Decimal:
     if not 0 <= tolerance < float("inf"):
-        raise RewardError(
-            f"reward 'numeric_match': tolerance must be finite and not negative, got {tolerance}"
-        )
+        raise RewardError(f"reward 'numeric_match': tolerance must be finite and not negative, got {tolerance}")
     return Decimal(str(tolerance))
 
 

@@ -58,9 +58,7 @@ class Call:
         try:
             return pickle.dumps((task.spec, part))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise RewardError(
-                f"a column holds values that cannot be sent to the reward workers: {error}"
-            ) from error
+            raise RewardError(f"a column holds values that cannot be sent to the reward workers: {error}") from error
 
     def record(self, task: Task, start: int, scores: Sequence[Score]) -> None:
         """Enter the scores of the task's rollouts from position `start` on."""
@@ -89,9 +87,7 @@ class Call:
 
     def result(self) -> RewardResult:
         assert all(score is not None for column in self._scores for score in column)
-        return combine(
-            self._specs, [[s for s in column if s is not None] for column in self._scores], self._messages
-        )
+        return combine(self._specs, [[s for s in column if s is not None] for column in self._scores], self._messages)
 
     def _check_limit(self, index: int) -> None:
         count, failed = len(self._batch.prompts), self._num_failed[index]
@@ -106,9 +102,7 @@ class Call:
 def check_columns(specs: Sequence[RewardSpec], needs: Sequence[Sequence[str]], names: set[str]) -> None:
     """RewardError if a function needs a column that is not there, or a column is named like an argument."""
     if clash := sorted(names & set(FIXED)):
-        raise RewardError(
-            f"a column may not be called {clash[0]!r}, which reward functions get anyway: rename it"
-        )
+        raise RewardError(f"a column may not be called {clash[0]!r}, which reward functions get anyway: rename it")
     for spec, needed in zip(specs, needs, strict=True):
         if missing := [name for name in needed if name not in names]:
             there = ", ".join(sorted(names)) or "no columns"

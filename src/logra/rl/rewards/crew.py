@@ -44,9 +44,7 @@ class _Slot:
 class Crew:
     """limits_s: seconds for one call of each function. first_request: what makes a new worker load them."""
 
-    def __init__(
-        self, size: int, first_request: bytes, limits_s: Sequence[float], start_limit_s: float
-    ) -> None:
+    def __init__(self, size: int, first_request: bytes, limits_s: Sequence[float], start_limit_s: float) -> None:
         self.needs: list[list[str]] | None = None
         self._size = size
         self._first_request = first_request
@@ -59,9 +57,7 @@ class Crew:
     def load(self, everyone: bool) -> list[list[str]]:
         """Start what is missing, wait for one worker or all. Returns the columns each function needs."""
         if os.getpid() != self._owner:
-            raise RewardError(
-                "a reward pool works only in the process that made it: make one in each process"
-            )
+            raise RewardError("a reward pool works only in the process that made it: make one in each process")
         for slot in list(self._slots):
             if slot.is_idle and slot.process.exit_code() is not None:
                 self._drop(slot)
@@ -156,9 +152,7 @@ class Crew:
         self._drop(slot)
         if task is None:
             how = f"did not within {self._start_limit_s:g} s" if is_late else f"ended with exit code {code}"
-            raise RewardError(
-                f"a reward worker {how} while it loaded the reward functions; see its output above"
-            )
+            raise RewardError(f"a reward worker {how} while it loaded the reward functions; see its output above")
         self._start()
         assert call is not None
         if is_late:

@@ -100,9 +100,7 @@ EXTRACTORS: dict[str, Extractor] = {
 
 
 def _plain(text: str) -> str:
-    return (
-        text.translate(_LATEX).replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\$", "$")
-    )
+    return text.translate(_LATEX).replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\$", "$")
 
 
 def _decimal(token: str) -> Decimal:

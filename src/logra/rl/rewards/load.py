@@ -123,9 +123,7 @@ def _each(spec: RewardSpec, batch: Batch, scorer: Callable[[Reply], Any]) -> Ite
         yield [as_score(value, spec.name)]
 
 
-def _together(
-    spec: RewardSpec, function: Callable[..., Any], wanted: set[str] | None, batch: Batch
-) -> list[Score]:
+def _together(spec: RewardSpec, function: Callable[..., Any], wanted: set[str] | None, batch: Batch) -> list[Score]:
     """One call for the whole batch, TRL's way. An exception costs every rollout in it."""
     everything = {
         "prompts": batch.prompts,
@@ -179,9 +177,7 @@ def _parameters(spec: RewardSpec, function: Callable[..., Any]) -> tuple[set[str
         return None, ()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind == p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
-        raise RewardError(
-            f"reward {spec.name!r} has positional-only parameters, but it is called with keywords"
-        )
+        raise RewardError(f"reward {spec.name!r} has positional-only parameters, but it is called with keywords")
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     unknown = [key for key in spec.params if key not in {p.name for p in named}]
     if unknown and not takes_all:
@@ -224,24 +220,17 @@ def _from_package(path: str) -> tuple[ModuleType, list[str]]:
             return importlib.import_module(name), parts[end:]
         except ModuleNotFoundError as error:
             if not error.name or not (name == error.name or name.startswith(error.name + ".")):
-                raise RewardError(
-                    f"importing {name!r} for the reward {path!r} failed:\n{traceback_text()}"
-                ) from error
+                raise RewardError(f"importing {name!r} for the reward {path!r} failed:\n{traceback_text()}") from error
         except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"importing {name!r} for the reward {path!r} failed:\n{traceback_text()}"
-            ) from error
+            raise RewardError(f"importing {name!r} for the reward {path!r} failed:\n{traceback_text()}") from error
     raise RewardError(
         f"reward {path!r}: no module {parts[0]!r} is installed or on the path; "
-        "write package.module.function, path/to/file.py:function or a built-in: "
-        + ", ".join(sorted(BUILTINS))
+        "write package.module.function, path/to/file.py:function or a built-in: " + ", ".join(sorted(BUILTINS))
     )
 
 
 def _callables(target: Any) -> list[str]:
-    return [
-        name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name, None))
-    ]
+    return [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name, None))]
 
 
 def traceback_text() -> str:

@@ -51,9 +51,7 @@ class RewardPool:
         self.specs = tuple(s if isinstance(s, RewardSpec) else RewardSpec(s) for s in specs)
         check_specs(self.specs)
         if workers < 1 or not timeout_s > 0 or not start_timeout_s > 0 or not 0 <= error_limit <= 1:
-            raise RewardError(
-                "a reward pool needs workers >= 1, positive time limits and error_limit in [0, 1]"
-            )
+            raise RewardError("a reward pool needs workers >= 1, positive time limits and error_limit in [0, 1]")
         limits_s = [timeout_s if s.timeout_s is None else s.timeout_s for s in self.specs]
         self._workers = workers
         self._error_limit = error_limit
@@ -93,9 +91,7 @@ class RewardPool:
         given = {name: list(values) for name, values in (columns or {}).items()}
         for name, values in {**given, "completions": completions, "completion_ids": completion_ids}.items():
             if len(values) != count:
-                raise RewardError(
-                    f"{len(values)} {name} for {count} prompts: every list needs one value a rollout"
-                )
+                raise RewardError(f"{len(values)} {name} for {count} prompts: every list needs one value a rollout")
         with self._turn():
             given |= {name: [None] * count for name in self._known_columns - given.keys()}
             if count:
@@ -117,11 +113,7 @@ class RewardPool:
                 for r in rollouts
             ],
             [rollout.token_ids for rollout in rollouts],
-            {
-                n: [rollout.prompt.columns.get(n) for rollout in rollouts]
-                for n in names
-                if n not in NOT_COLUMNS
-            },
+            {n: [rollout.prompt.columns.get(n) for rollout in rollouts] for n in names if n not in NOT_COLUMNS},
         )
 
     def close(self) -> None:
@@ -153,9 +145,7 @@ class RewardPool:
 def check_specs(specs: Sequence[RewardSpec]) -> None:
     """RewardError for no function, an unknown built-in, a repeated name, or weights that are all zero."""
     if not specs:
-        raise RewardError(
-            "no reward function: name at least one, for instance " + ", ".join(sorted(BUILTINS))
-        )
+        raise RewardError("no reward function: name at least one, for instance " + ", ".join(sorted(BUILTINS)))
     for spec in specs:
         if spec.is_builtin and spec.path not in BUILTINS:
             raise RewardError(

@@ -96,9 +96,7 @@ class WorkerProcess:
         theirs.close()
         self._guardian = guardian
         guardian.watch(self.pid)
-        with suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it died at once: whoever waits for it will see
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: whoever waits for it will see
             self.connection.send_bytes(first_request)
 
     @property
@@ -114,9 +112,7 @@ class WorkerProcess:
         return code
 
     def _peek(self) -> int | None:
-        if (
-            sys.platform == "darwin"
-        ):  # os.waitid came to macOS with Python 3.13; there the zombie is reaped here
+        if sys.platform == "darwin":  # os.waitid came to macOS with Python 3.13; there the zombie is reaped here
             return self._process.poll()
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

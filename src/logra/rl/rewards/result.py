@@ -53,9 +53,7 @@ def combine(
     num_rollouts = len(scores[0])
     return RewardResult(
         total=[total(specs, [column[i] for column in scores]) for i in range(num_rollouts)],
-        per_function={
-            spec.name: [s.value for s in column] for spec, column in zip(specs, scores, strict=True)
-        },
+        per_function={spec.name: [s.value for s in column] for spec, column in zip(specs, scores, strict=True)},
         counts={
             spec.name: {status: sum(s.status == status for s in column) for status in STATUSES}
             for spec, column in zip(specs, scores, strict=True)

@@ -67,9 +67,7 @@ def serve(channel: Channel, functions: list[Loaded], request: bytes) -> None:
     try:
         index, batch = pickle.loads(request)
     except Exception:  # whatever a class of the data does in its own unpickling
-        channel.send(
-            {"breach": f"the prompts or columns cannot be read by a reward worker:\n{traceback_text()}"}
-        )
+        channel.send({"breach": f"the prompts or columns cannot be read by a reward worker:\n{traceback_text()}"})
         return
     channel.send({"begun": True})
     try:

@@ -1,0 +1,193 @@
+"""Predicted against measured KL, the budget's golden values, and the trust region's rules."""
+
+import math
+
+import pytest
+import torch
+
+from logra.errors import ConfigError, NonFiniteError, UserError
+from logra.rl.tiny import tiny_model
+from logra.sketch.sketcher import attach
+from logra.sketch.update import digest
+from logra.trust import kl, probe
+from logra.trust.region import TrustRegion, cosine_budget, step_scale
+
+
+def proposal_of(model, ids, **options):
+    sketcher = attach(model, **({"rank": 16, "variant": "paper", "update_ratio": 1e-3} | options))
+    model(input_ids=ids).logits.square().mean().backward()
+    return sketcher, sketcher.propose(1.0)
+
+
+def padded(ids):
+    """Left padding of several lengths and a completion in the last seven columns."""
+    attention = torch.ones_like(ids)
+    for row in range(len(ids)):
+        attention[row, :row] = 0
+    completion = torch.zeros_like(ids, dtype=torch.bool)
+    completion[:, 13:] = True
+    completion[2, 17:] = False
+    return {"input_ids": ids, "attention_mask": attention, "completion_mask": completion}
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_predicted_is_within_3_percent_of_measured_below_1e_3(arch, scale, temperature, ids):
+    model = tiny_model(arch)
+    sketcher, proposal = proposal_of(model, ids)
+    q = kl.predict_kl(model, sketcher, proposal, padded(ids), temperature=temperature, mode="forward")
+    measured = kl.measure_kl(model, sketcher, proposal, padded(ids), scale, temperature=temperature)
+    assert 0 < measured < 1e-3
+    assert scale**2 * q / measured == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_forward_mode_equals_a_float64_difference_of_real_weights(arch, ids):
+    """Independent reference: two float64 copies whose weights really moved by -/+ h times the step."""
+    model = tiny_model(arch)
+    sketcher, proposal = proposal_of(model, ids)
+    batch = padded(ids)
+    _, derivative = probe.forward_derivative(model, sketcher, proposal, batch)
+    sides = []
+    for h in (1.0, -1.0):  # large enough for the float32 inside RMSNorm
+        copy = tiny_model(arch).double()
+        parameters = dict(copy.named_parameters())
+        for target in sketcher.targets:
+            delta = (proposal.factor(target.name).double() @ sketcher.basis(target.name).double()) * h
+            parameters[target.name].data += delta.t() if target.transposed else delta
+        with torch.no_grad():
+            sides.append(probe.context_logits(copy, batch))
+    expected = (sides[0] - sides[1]) / 2.0
+    assert float((derivative.double() - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_finite_difference_agrees_with_forward_mode(arch, ids):
+    model = tiny_model(arch)
+    sketcher, proposal = proposal_of(model, ids)
+    exact = kl.predict_kl(model, sketcher, proposal, padded(ids), mode="forward")
+    assert kl.predict_kl(model, sketcher, proposal, padded(ids), mode="finite_difference") == pytest.approx(
+        exact, rel=2e-3
+    )
+
+
+def test_auto_falls_back_where_forward_mode_is_missing(ids, monkeypatch):
+    model = tiny_model()
+    sketcher, proposal = proposal_of(model, ids)
+    exact = kl.predict_kl(model, sketcher, proposal, padded(ids), mode="forward")
+
+    def refuse(*_args):
+        raise NotImplementedError("Trying to use forward AD with a fused kernel that does not support it")
+
+    monkeypatch.setattr(probe, "forward_derivative", refuse)
+    assert kl.predict_kl(model, sketcher, proposal, padded(ids)) == pytest.approx(exact, rel=2e-3)
+    with pytest.raises(NotImplementedError):
+        kl.predict_kl(model, sketcher, proposal, padded(ids), mode="forward")
+
+
+def test_probing_changes_nothing(ids):
+    model = tiny_model().train()
+    model.model.layers[0].eval()
+    sketcher, proposal = proposal_of(model, ids)
+    before, hooks = digest(model), [len(m._forward_hooks) for m in model.modules()]
+    flags, sketches = [m.training for m in model.modules()], sketcher._sketches.clone()
+    kl.predict_kl(model, sketcher, proposal, padded(ids))
+    kl.measure_kl(model, sketcher, proposal, padded(ids), 1.0)
+    assert digest(model) == before and torch.equal(sketcher._sketches, sketches)
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert [m.training for m in model.modules()] == flags
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_contexts_do_not_depend_on_padding(arch, ids):
+    """One row alone and inside a left-padded batch: the same logits (GPT-2 needs position ids for that)."""
+    model = tiny_model(arch)
+    batch = padded(ids)
+    with torch.no_grad():
+        together = probe.context_logits(model, batch)
+        row = 5
+        alone = {k: v[row : row + 1, row:] for k, v in batch.items()}
+        single = probe.context_logits(model, alone)
+    start = int(batch["completion_mask"][:row, 1:].sum())
+    torch.testing.assert_close(together[start : start + len(single)], single, rtol=1e-4, atol=1e-5)
+
+
+def test_half_variance_and_mean_kl_against_sums_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    z, dz = (torch.randn(70, 11, generator=generator) for _ in range(2))
+    temperature, total, divergence = 0.8, 0.0, 0.0
+    for row, slope in zip(z.double().tolist(), dz.double().tolist(), strict=True):
+        weights = [math.exp(x / temperature) for x in row]
+        p = [w / sum(weights) for w in weights]
+        mean = sum(a * b / temperature for a, b in zip(p, slope, strict=True))
+        total += 0.5 * sum(a * (b / temperature - mean) ** 2 for a, b in zip(p, slope, strict=True))
+        moved = [math.exp((x + 0.3 * s) / temperature) for x, s in zip(row, slope, strict=True)]
+        divergence += sum(a * math.log(a / (m / sum(moved))) for a, m in zip(p, moved, strict=True))
+    assert kl.half_variance(z, dz, temperature) == pytest.approx(total / 70, rel=1e-9)
+    assert kl.mean_kl(z, z.double() + 0.3 * dz.double(), temperature) == pytest.approx(divergence / 70, rel=1e-9)
+
+
+def test_cosine_budget_golden_values():
+    golden = {0: 2.0e-4, 75: 1.7347e-4, 150: 1.0953e-4, 225: 4.586e-5, 299: 2e-5, 5000: 2e-5}
+    for update, value in golden.items():
+        assert cosine_budget(update, 2e-4, 2e-5, 300) == pytest.approx(value, rel=1e-4)
+
+
+def test_alpha_halves_when_q_is_four_times_the_budget():
+    assert step_scale(4e-4, 1e-4, 3.0) == 0.5
+    assert step_scale(1e-4, 1e-4, 3.0) == 1.0
+    assert step_scale(1e-9, 1e-4, 3.0) == 3.0
+    assert step_scale(0.0, 1e-4, 3.0) == 1.0
+    for broken in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(NonFiniteError):
+            step_scale(broken, 1e-4, 3.0)
+
+
+def test_mismatch_correction_follows_the_published_rule():
+    region = TrustRegion("constant", start=1e-4)
+    region.observe(-5.0)
+    assert region.budget(0) == 1e-4
+    region.observe(1e-4)
+    assert region.gap == pytest.approx(0.3e-4) and region.budget(0) == pytest.approx(0.7e-4)
+    region.observe(1.0)
+    assert region.budget(0) == 0.5e-4
+    other = TrustRegion("constant", start=1e-4)
+    other.load_state_dict(region.state_dict())
+    assert other.budget(3) == region.budget(3)
+    assert TrustRegion("constant", start=1e-4, mismatch=False).budget(0) == 1e-4
+
+
+def test_measured_every_n_updates_and_verified_on_request():
+    calls = []
+
+    def measure(scale):
+        calls.append(scale)
+        return 10e-4 * scale**2  # the truth is ten times the prediction
+
+    region = TrustRegion("constant", start=1e-4, measure_every=3)
+    for update in range(7):
+        region.decide(update, 1e-4, measure)
+    assert len(calls) == 3
+    verified = TrustRegion("constant", start=1e-4, verify=True, tolerance=1.5).decide(1, 1e-4, measure)
+    assert verified.measured <= 1.5e-4 and verified.scale < 0.4
+
+
+def test_bad_settings_and_empty_probes_name_the_fix(ids):
+    with pytest.raises(ConfigError, match="constant"):
+        TrustRegion("linear")
+    with pytest.raises(ConfigError):
+        TrustRegion(start=0.0)
+    model = tiny_model()
+    sketcher, proposal = proposal_of(model, ids)
+    empty = padded(ids) | {"completion_mask": torch.zeros_like(ids, dtype=torch.bool)}
+    with pytest.raises(UserError, match="no generated token"):
+        kl.predict_kl(model, sketcher, proposal, empty)
+    with pytest.raises(ConfigError, match="mode"):
+        kl.predict_kl(model, sketcher, proposal, padded(ids), mode="backward")
+
+
+def test_a_zero_proposal_predicts_nothing(ids):
+    model = tiny_model()
+    sketcher = attach(model, rank=16)
+    assert kl.predict_kl(model, sketcher, sketcher.propose(1.0), padded(ids)) == 0.0
