@@ -216,18 +216,20 @@ def build_eval_data(config: cfg.Config, tokenizer: PreTrainedTokenizerBase) -> S
     base = config.data.model_dump() | {"size": None}
     if "name" in given:  # another source: what only described the old one does not carry over
         base |= {"subset": None, "split": "train", "params": {}, "seed": None}
-    if config.data.name.startswith(GENERATED) and "name" not in given:
-        base["seed"] = (config.seed if config.data.seed is None else config.data.seed) + 1_000_003
-        base["size"] = config.eval.num_prompts or 100
-    elif not {"name", "split", "subset"} & given.keys():
-        raise ConfigError(
-            "eval would use the training prompts: set eval.data.split, eval.data.name or eval.data.subset "
-            "(or --eval null to train without evaluation)"
-        )
+    is_generated = config.data.name.startswith(GENERATED)
+    own_seed = config.seed if config.data.seed is None else config.data.seed
+    if is_generated and "name" not in given:
+        base |= {"seed": own_seed + 1_000_003, "size": config.eval.num_prompts or 100}
     try:
         section = cfg.Data.model_validate({**base, **given})
     except ValueError as error:
         raise ConfigError(f"eval.data does not fit the data section: {error}") from error
+    is_same = all(getattr(section, k) == getattr(config.data, k) for k in ("name", "subset", "split", "params"))
+    if is_same and (not is_generated or section.seed in (None, own_seed)):
+        raise ConfigError(
+            "eval would use the training prompts: set eval.data.split, eval.data.name or eval.data.subset, for generated "
+            "tasks eval.data.seed (or --eval null to train without evaluation)"
+        )
     prompts = build_data(section, tokenizer, config.seed)
     return prompts[: config.eval.num_prompts] if config.eval.num_prompts else prompts
 

@@ -255,7 +255,7 @@ class Sketcher:
             needed["sketches"] = self._sketches
         for key, own in needed.items():
             saved = state.get(key)
-            if not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
+            if saved is None or not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
                 raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(own.shape)}")
         self.zero()
         for key, own in needed.items():

@@ -75,7 +75,7 @@ def select_targets(model: nn.Module, targets: Sequence[str] | str | None = None)
         if first != name:
             reason = f"the same tensor as {first}"
             chosen = [t for t in chosen if t.weight is not parameter]
-        elif parameter is head and not reason:
+        elif parameter is head and reason != "embedding":
             reason = "output head"
         if reason:
             skipped.append(Skipped(name, tuple(parameter.shape), reason))
