@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from record import begin_record, finish_record
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ CLOCKS = ("wall_s", "cpu_s")
 SPREAD = ("median", "q1", "q3", "min")
 TARGETS = {"logra/dense": 0.78, "logra/lora": 0.92}
 LR = 1e-6  # the time does not depend on it; the weights stay sane
-
 Round = Mapping[str, Mapping[str, Mapping[str, float]]]  # method -> phase -> clock -> seconds
 
 
@@ -55,9 +55,6 @@ class Contender:
 
     def loss(self, ids: Tensor) -> Tensor:
         return self.model(ids, labels=ids, use_cache=False).loss
-
-
-# -- the methods ----------------------------------------------------------------------------------------------------------
 
 
 def build(method: str, model: nn.Module, options: argparse.Namespace) -> Contender:
@@ -111,32 +108,25 @@ def _logra(model: nn.Module, options: argparse.Namespace, bits: int) -> Contende
             "basis": [sketcher.basis_block(name) for name in sketcher.names],  # as drawn by the forward pass
         }
 
-    return Contender(model, lambda: _propose_and_apply(sketcher), held, lambda: [sketcher.state_dict()["moment"]])
+    def update() -> None:
+        if sketcher.apply(sketcher.propose(LR)) is None:
+            raise RuntimeError("the sketches are zero: there was no step to time")
 
-
-def _propose_and_apply(sketcher: Any) -> None:
-    sketcher.apply(sketcher.propose(LR))
+    return Contender(model, update, held, lambda: [sketcher.state_dict()["moment"]])
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-# -- measuring ------------------------------------------------------------------------------------------------------------
-
-
 def timed(action: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, float]]:
     """The action's result, and the seconds of wall time and of this process' CPU time (all threads) that it took."""
-    _synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
-    _synchronize(device)
+    wait()
     return result, {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run_step(
@@ -214,9 +204,6 @@ def measure(contenders: Mapping[str, Contender], ids: Tensor, repeats: int) -> d
     }
 
 
-# -- summaries ------------------------------------------------------------------------------------------------------------
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Minimum, quartiles (linear interpolation) and median."""
     return {what: float(v) for what, v in zip(SPREAD, np.percentile(values, (50, 25, 75, 0)), strict=True)}
@@ -248,17 +235,17 @@ def misses(ratios: Mapping[str, Any]) -> list[str]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     """Three tables: seconds, ratios, bytes; and the load of the machine."""
-    heads = [f"{clock} {what}" for clock in ("wall", "CPU") for what in SPREAD]
-    seconds = Table("method", "phase", *heads, title="seconds a step")
+    heads = ("wall", *SPREAD[1:], "CPU", *SPREAD[1:])
+    seconds = _table("seconds a step: median, quartiles, minimum", "method", "phase", *heads)
     for method, phases in results["summary"].items():
         for phase in PHASES:
             cells = [f"{phases[phase][clock][what]:.3f}" for clock in CLOCKS for what in SPREAD]
             seconds.add_row(method, phase, *cells, end_section=phase == PHASES[-1])
-    ratios = Table("totals", "wall", "CPU", "target", title="ratio within a round: median (quartiles)")
+    ratios = _table("ratio of totals within a round: median (quartiles)", "pair", "wall", "CPU", "target")
     for pair, ratio in results["ratios"].items():
         ratios.add_row(pair, *(_cell(ratio[clock]) for clock in CLOCKS), str(ratio["target"] or ""))
     kinds = sorted({kind for sizes in results["state_bytes"].values() for kind in sizes})
-    sizes = Table("method", *kinds, "sum", title="trainable state, MB (10^6 bytes)")
+    sizes = _table("trainable state, MB (10^6 bytes)", "method", *kinds, "sum")
     for method, held in results["state_bytes"].items():
         sizes.add_row(method, *(f"{held.get(k, 0) / 1e6:.2f}" for k in kinds), f"{sum(held.values()) / 1e6:.2f}")
     for table in (seconds, ratios, sizes):
@@ -267,11 +254,12 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     console.print(f"load average (1, 5, 15 min): before {before}, after {after}")
 
 
+def _table(title: str, *heads: str) -> Table:
+    return Table(*heads, title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+
+
 def _cell(values: Mapping[str, float]) -> str:
     return f"{values['median']:.3f} ({values['q1']:.3f}-{values['q3']:.3f})"
-
-
-# -- command line ---------------------------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -65,6 +65,7 @@ def tiny_model(
                     num_key_value_heads=2,
                     max_position_embeddings=positions,
                     tie_word_embeddings=tied,
+                    initializer_range=0.1,
                     **ids,
                 )
             )
@@ -80,6 +81,7 @@ def tiny_model(
                     embd_pdrop=0.0,
                     attn_pdrop=0.0,
                     tie_word_embeddings=tied,
+                    initializer_range=0.1,
                     **ids,
                 )
             )
