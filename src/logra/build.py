@@ -101,7 +101,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     reference = _reference(model, config, checkpoint)
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
-    engine = HFEngine(method.model, tokenizer, batch_size=config.rollout.batch_size)  # type: ignore[arg-type]
+    engine = build_engine(config, method.model, tokenizer)
     sampler = PromptSampler(
         len(prompts),
         config.rollout.prompts_per_step,
@@ -234,6 +234,15 @@ def build_eval_data(config: cfg.Config, tokenizer: PreTrainedTokenizerBase) -> S
     return prompts[: config.eval.num_prompts] if config.eval.num_prompts else prompts
 
 
+def build_engine(config: cfg.Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
+    return HFEngine(
+        model,  # type: ignore[arg-type]
+        tokenizer,
+        batch_size=config.rollout.batch_size,
+        autocast=config.model.dtype == "bfloat16",
+    )
+
+
 def build_rewards(section: cfg.Rewards) -> RewardPool:
     specs = [RewardSpec(f.function, weight=f.weight, kind=f.kind, params=f.params) for f in section.functions]
     return RewardPool(specs, workers=section.workers, timeout_s=section.timeout_s, error_limit=section.error_limit)
@@ -264,6 +273,7 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
         schedule,
         trust=build_trust(config.trust) if config.trust.enabled else None,
         trust_mode=config.trust.mode,
+        autocast=config.model.dtype == "bfloat16",
         rank=method.rank,
         basis=method.basis,
         seed=config.seed,

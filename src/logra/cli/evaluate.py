@@ -213,7 +213,6 @@ def run_evaluation(config: cfg.Config, version: int) -> tuple[EvalResult, Reward
     import torch
 
     from logra import build
-    from logra.rl.engines.hf import HFEngine
     from logra.rl.models import prepare
 
     if config.threads is not None:
@@ -221,7 +220,7 @@ def run_evaluation(config: cfg.Config, version: int) -> tuple[EvalResult, Reward
     model, tokenizer = build.build_model(config)
     prompts = build.build_eval_data(config, tokenizer)
     prepare(model, gradient_checkpointing=False)
-    engine = HFEngine(model, tokenizer, batch_size=config.rollout.batch_size)
+    engine = build.build_engine(config, model, tokenizer)
     engine.publish(version, None)
     with build.build_rewards(config.reward) as pool:
         pool.warmup(sorted(prompts[0].columns))

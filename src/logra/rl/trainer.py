@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,7 +122,7 @@ class Trainer:
 
     def rollout(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Sample; random numbers are keyed by the step, the prompt and the rollout's index."""
-        sampling = Sampling(**{**self.plan.sampling.__dict__, "step": self.step})
+        sampling = replace(self.plan.sampling, step=self.step)
         return self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
 
     def advantages(self, rollouts: Sequence[Rollout], scores: RewardResult) -> AdvantageResult:

@@ -8,6 +8,7 @@ bit-portable, and refused where exactness is promised. Both give E[A^T A] = I, s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from logra import hashing
 from logra.errors import UpdateError
 
 KINDS = ("random", "gaussian")
+_TOGETHER = 16  # enough to hide the cost of a call, few enough that the words of a pass are small beside the bases
 
 
 def basis_key(seed: int, name: str, index: int) -> int:
@@ -39,6 +41,26 @@ def draw(
     if kind == "gaussian":
         return _gaussian(key, rows, columns, device)
     raise UpdateError(f"unknown basis {kind!r}: use one of {KINDS}")
+
+
+def draw_all(
+    kind: str,
+    seed: int,
+    names: Sequence[str],
+    index: int,
+    rows: range,
+    columns: Sequence[range],
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """`draw` for several targets, the same bits, `_TOGETHER` of them in one pass where the kind allows it."""
+    if kind != "random":
+        return [draw(kind, seed, name, index, rows, c, device) for name, c in zip(names, columns, strict=True)]
+    blocks: list[Tensor] = []
+    for start in range(0, len(names), _TOGETHER):
+        some = slice(start, start + _TOGETHER)
+        keys = [basis_key(seed, name, index) for name in names[some]]
+        blocks += hashing.signs_of_many(keys, rows, columns[some], device)
+    return blocks
 
 
 def scale(rank: int) -> float:

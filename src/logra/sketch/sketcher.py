@@ -65,7 +65,8 @@ class Sketcher:
         self._sketches = torch.zeros(start, self.rank, dtype=torch.float32, device=device)
         keeps_moment = options["optimizer"] == "row_adam"
         self._moment = torch.zeros(start, 1, dtype=torch.float32, device=device) if keeps_moment else None
-        self._blocks: dict[str, tuple[int, Tensor]] = {}
+        self._blocks: dict[str, Tensor] = {}
+        self._blocks_index = -1  # the basis index they were drawn for
         self._is_dirty = False
         self._handles: list[Any] = []
         self._was_trainable = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -106,13 +107,13 @@ class Sketcher:
     def basis_block(self, name: str) -> Tensor:
         """The unscaled A in force, (r, in): int8 signs for `random`. Drawn when first used after an update."""
         index = self.update_index if self.options["refresh"] else 0
-        if name not in self._blocks or self._blocks[name][0] != index:
-            target = self._by_name[name]
-            rows, columns = range(self.rank), range(target.in_features)
-            device = target.weight.device
-            block = bases.draw(self.options["basis"], self.options["seed"], name, index, rows, columns, device)
-            self._blocks[name] = (index, block)
-        return self._blocks[name][1]
+        if self._blocks_index != index:
+            columns = [range(t.in_features) for t in self.targets]
+            kind, seed, device = self.options["basis"], self.options["seed"], self._sketches.device
+            self._blocks, self._blocks_index = {}, -1  # first, so that two sets never exist at once
+            blocks = bases.draw_all(kind, seed, self.names, index, range(self.rank), columns, device)
+            self._blocks, self._blocks_index = dict(zip(self.names, blocks, strict=True)), index
+        return self._blocks[name]
 
     def zero(self) -> None:
         """Forget what was accumulated."""
@@ -136,7 +137,7 @@ class Sketcher:
         norm = float(torch.linalg.vector_norm(self._sketches))
         if not norm < float("inf"):
             raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
-        if not self.has_signal:
+        if not self._is_dirty or (norm == 0.0 and not self.has_signal):  # a norm of 0 may be an underflow
             return Proposal(torch.zeros_like(self._sketches), self._rows, self.update_index, True, 0.0, lr, decay)
         sketches = self._sketches
         if self.options["max_grad_norm"]:
@@ -205,10 +206,10 @@ class Sketcher:
         """The Update that `apply` would make; nothing is changed."""
         options, rank = self.options, self.rank
         seed, index = options["seed"], self.update_index
-        streams, numbers = self._row_numbers()
-        scaled = proposal.factors * (scale * bases.scale(rank))
         key = hashing.derive_key(seed, "round", index)
-        q, exponent = quantize.quantize(scaled, options["bits"], key, streams, numbers)
+        q, exponent = quantize.quantize(
+            proposal.factors, options["bits"], key, *self._row_numbers(), scale=scale * bases.scale(rank)
+        )
         factors = {
             t.name: Factor(t.name, t.out_features, t.in_features, q[self._rows[t.name]], exponent[self._rows[t.name]])
             for t in self.targets

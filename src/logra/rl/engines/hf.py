@@ -69,6 +69,7 @@ class HFEngine:
     eos_token_ids: ids that end a response; None takes those of the model's generation config and of the
         tokenizer. Empty: every response runs to `max_new_tokens`.
     pad_token_id: any id of the vocabulary; it fills masked places and is never looked at again.
+    autocast: compute in bfloat16, as a policy trained under autocast does.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class HFEngine:
         batch_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        autocast: bool = False,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"the engine's batch_size is {batch_size}; it must be at least 1, or null for no limit")
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self.autocast = autocast
         self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids)
         pad_ids = (pad_token_id, tokenizer.pad_token_id, *sorted(self.eos_token_ids), 0)
         self.pad_token_id = next(i for i in pad_ids if i is not None)
@@ -100,7 +103,8 @@ class HFEngine:
         self._check_lengths(prompts, sampling.max_new_tokens)
         rows = _rows(prompts, num_rollouts, sampling)
         size = self.batch_size or max(1, len(rows))
-        with _eval_mode(self.model), torch.no_grad():
+        cast = torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.autocast)
+        with _eval_mode(self.model), torch.no_grad(), cast:
             for start in range(0, len(rows), size):
                 self._decode(rows[start : start + size], sampling)
         return self._rollouts(rows)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
@@ -17,7 +18,7 @@ from logra.trust.region import Decision, TrustRegion
 
 
 class LograMethod:
-    """trust: None applies proposals as they are. options: keyword arguments of `logra.sketch.sketcher.attach`."""
+    """trust: None applies proposals as they are. autocast: probe in bfloat16, as the policy computes. options: keyword arguments of `logra.sketch.sketcher.attach`."""
 
     name = "logra"
 
@@ -28,9 +29,11 @@ class LograMethod:
         *,
         trust: TrustRegion | None = None,
         trust_mode: str = "auto",
+        autocast: bool = False,
         **options: Any,
     ):
         self.model, self.schedule, self.trust, self.trust_mode = model, schedule, trust, trust_mode
+        self.autocast = autocast
         self.sketcher: Sketcher = attach(model, **options)
 
     @property
@@ -52,7 +55,8 @@ class LograMethod:
         metrics = {"grad_norm": proposal.grad_norm, "learning_rate": lr}
         scale = 1.0
         if self.trust is not None:
-            decision = self._decide(self.trust, proposal, probe(), temperature)
+            with torch.autocast(proposal.factors.device.type, torch.bfloat16, enabled=self.autocast):
+                decision = self._decide(self.trust, proposal, probe(), temperature)
             scale = decision.scale
             metrics |= _metrics(decision, self.trust)
         update = self.sketcher.apply(proposal, scale)
