@@ -41,6 +41,11 @@ def test_the_other_methods_learn(flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "reinforce"])
 def test_every_loss_learns_with_several_updates_a_step(loss, tmp_path):
-    flags = {"algorithm.loss": loss, "algorithm.updates_per_step": 2, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.3}
+    flags = {
+        "algorithm.loss": loss,
+        "algorithm.updates_per_step": 2,
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.3,
+    }
     before, after = mean_rewards(tmp_path / "run", **flags)
     assert before < 0.35 and after > 0.5

@@ -39,7 +39,7 @@ def load_model(
         arch = name.removeprefix(BUILTIN).removeprefix("tiny-")
         if arch not in ("llama", "gpt2"):
             raise ModelError(f"no built-in model {name!r}: use builtin:tiny-llama or builtin:tiny-gpt2")
-        return tiny_model(arch, seed=seed).to(pick_device(device)), char_tokenizer()  # type: ignore[arg-type]
+        return tiny_model(arch, seed=seed, spread=0.1).to(pick_device(device)), char_tokenizer()  # type: ignore[arg-type]
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
     path = str(Path(name).expanduser()) if looks_local else name
     if looks_local and not (Path(path) / "config.json").is_file():

@@ -48,8 +48,12 @@ def tiny_model(
     layers: int = 2,
     tied: bool = False,
     positions: int = 256,
+    spread: float = 0.02,
 ) -> PreTrainedModel:
-    """A random two-layer float32 model in eval mode; `arch` is "llama" or "gpt2". Global random state is untouched."""
+    """A random two-layer float32 model in eval mode; `arch` is "llama" or "gpt2". Global random state is untouched.
+
+    spread: standard deviation of the weights. With 0.02 the frozen head holds the logits near 0; 0.1 lets the model learn.
+    """
     size = len(SPECIAL) + len(CHARACTERS)
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     with torch.random.fork_rng(devices=[]):
@@ -65,7 +69,7 @@ def tiny_model(
                     num_key_value_heads=2,
                     max_position_embeddings=positions,
                     tie_word_embeddings=tied,
-                    initializer_range=0.1,
+                    initializer_range=spread,
                     **ids,
                 )
             )
@@ -81,7 +85,7 @@ def tiny_model(
                     embd_pdrop=0.0,
                     attn_pdrop=0.0,
                     tie_word_embeddings=tied,
-                    initializer_range=0.1,
+                    initializer_range=spread,
                     **ids,
                 )
             )

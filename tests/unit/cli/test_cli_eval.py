@@ -53,7 +53,7 @@ def run(recipe, tmp_path):
 
 
 def export(folder, step):
-    export_model(tiny_model(seed=step), char_tokenizer(), folder, card={"steps": step})
+    export_model(tiny_model(seed=step, spread=0.1), char_tokenizer(), folder, card={"steps": step})
 
 
 def evaluated(capsys, *arguments):
