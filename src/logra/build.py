@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from logra.rl.methods.logra import LograMethod
 from logra.rl.models import load_model, prepare, set_chat_template
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.spec import RewardSpec
-from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir
+from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
 from logra.rl.sampler import PromptSampler
 from logra.rl.sources import GENERATED, load_rows
 from logra.rl.step import LossSettings
@@ -49,7 +49,6 @@ class Run:
     prompts: PromptSet
     eval_prompts: Sequence[Prompt]
     resumed_from: Path | None
-    evals: list[tuple[int, EvalResult]] = field(default_factory=list)
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def fit(self) -> Path:
@@ -61,11 +60,9 @@ class Run:
         self.trainer.method.export(_model_writer(self.config, self.tokenizer, self), self.folder.final)
         return self.folder.final
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Nothing to keep: a listener that only remembers evaluations, for the model card."""
-
-    def on_eval(self, step: int, result: EvalResult) -> None:
-        self.evals.append((step, result))
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of all evaluations so far, those before an interruption included."""
+        return [record for record in read_metrics(self.folder.metrics) if "eval/num_prompts" in record]
 
     def close(self) -> None:
         for closer in reversed(self.closers):
@@ -93,8 +90,9 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
     checkpoint = _read_checkpoint(store, resume, config)
     model, tokenizer = build_model(config, checkpoint)
-    prompts = build_data(config.data, tokenizer, config.seed)
     eval_prompts = build_eval_data(config, tokenizer)
+    held_out = {p.token_ids for p in eval_prompts} if config.eval and config.eval.hold_out else set()
+    prompts = build_data(config.data, tokenizer, config.seed, held_out)
     rewards = build_rewards(config.reward)
     closers.append(rewards.close)
     rewards.warmup(sorted(prompts[0].columns))
@@ -129,7 +127,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         checkpoints=store,
         write_model=_model_writer(config, tokenizer, run),
         reference=reference,
-        listeners=[run, *[_TrackerListener(tracker) for tracker in trackers]],
+        listeners=[_TrackerListener(tracker) for tracker in trackers],
         identity=cfg.identity(config),
     )
     if checkpoint is not None:
@@ -183,7 +181,9 @@ def _reference(model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoin
     return reference.eval().requires_grad_(False)
 
 
-def build_data(section: cfg.Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSet:
+def build_data(
+    section: cfg.Data, tokenizer: PreTrainedTokenizerBase, seed: int, exclude: Collection[tuple[int, ...]] = ()
+) -> PromptSet:
     is_generated = section.name.startswith(GENERATED)
     rows = load_rows(
         section.name,
@@ -205,6 +205,7 @@ def build_data(section: cfg.Data, tokenizer: PreTrainedTokenizerBase, seed: int)
         chat_template_kwargs=section.chat_template_kwargs,
         max_prompt_tokens=section.max_prompt_tokens,
         limit=None if is_generated else section.size,
+        exclude=exclude,
     )
 
 
@@ -213,12 +214,14 @@ def build_eval_data(config: cfg.Config, tokenizer: PreTrainedTokenizerBase) -> S
     if config.eval is None:
         return ()
     given = config.eval.data
-    base = config.data.model_dump() | {"size": None}
-    if "name" in given:  # another source: what only described the old one does not carry over
-        base |= {"subset": None, "split": "train", "params": {}, "seed": None}
     is_generated = config.data.name.startswith(GENERATED)
     own_seed = config.seed if config.data.seed is None else config.data.seed
-    if is_generated and "name" not in given:
+    base = config.data.model_dump() | {"size": None}
+    if (
+        given.get("name", config.data.name) != config.data.name
+    ):  # another source: what only described the old one does not carry over
+        base |= {"subset": None, "split": "train", "params": {}, "seed": None}
+    elif is_generated:
         base |= {"seed": own_seed + 1_000_003, "size": config.eval.num_prompts or 100}
     try:
         section = cfg.Data.model_validate({**base, **given})
@@ -244,13 +247,16 @@ def build_engine(config: cfg.Config, model: nn.Module, tokenizer: PreTrainedToke
 
 
 def build_rewards(section: cfg.Rewards) -> RewardPool:
-    specs = [RewardSpec(f.function, weight=f.weight, kind=f.kind, params=f.params) for f in section.functions]
+    specs = [
+        RewardSpec(f.function, weight=f.weight, name=f.name, kind=f.kind, params=f.params) for f in section.functions
+    ]
     return RewardPool(specs, workers=section.workers, timeout_s=section.timeout_s, error_limit=section.error_limit)
 
 
 def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
     method = config.method
     updates = config.train.steps * config.algorithm.updates_per_step
+    assert method.lr is not None  # the configuration resolves it
     schedule = Schedule(method.lr, method.warmup_steps, method.schedule, updates)
     common: dict[str, Any] = {
         "targets": method.targets, "eps": method.eps, "weight_decay": method.weight_decay,
@@ -375,16 +381,18 @@ def _model_writer(
 
 def model_card_facts(config: cfg.Config, run: Run) -> dict[str, Any]:
     """What the model card tells: see `logra.rl.export.model_card`."""
-    evals = {step: result.metrics() for step, result in run.evals}
-    first, last = (evals[min(evals)], evals[max(evals)]) if evals else ({}, {})
+    evaluations = [
+        {name: value for name, value in record.items() if name.startswith("eval/") and value is not None}
+        for record in run.evaluations()
+    ] or [{}]
     return {
         "base_model": config.model.name_or_path,
         "dataset": config.data.name,
         "method": config.method.name,
         "settings": config.method.model_dump(mode="json"),
         "steps": run.trainer.step,
-        "eval_before": first,
-        "eval_after": last,
+        "eval_before": evaluations[0],
+        "eval_after": evaluations[-1],
     }
 
 

@@ -41,7 +41,8 @@ class Method(Section):
     """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft on them."""
 
     name: Literal["logra", "dense", "lora"] = "logra"
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float | None = Field(default=None, gt=0)
+    """None: 1e-5, and 1.0 for variant paper, whose step is set by update_ratio."""
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     targets: list[str] | str | None = None
@@ -60,6 +61,12 @@ class Method(Section):
     bits: Literal[8, 15] = 8
     lora_alpha: float | None = None
     """LoRA's alpha; the default is the rank, so that the adapter's scale is 1."""
+
+    @model_validator(mode="after")
+    def _default_lr(self) -> Method:
+        if self.lr is None:
+            self.lr = 1.0 if self.name == "logra" and self.variant == "paper" else 1e-5
+        return self
 
 
 class Trust(Section):
@@ -108,6 +115,8 @@ class Reward(Section):
     """One reward function: a built-in name, `package.module.function` or `path/to/file.py:function`."""
 
     function: str
+    name: str = ""
+    """The metric's name; empty: the function's own. Give one where a function is used twice."""
     weight: float = 1.0
     params: dict[str, Any] = Field(default_factory=dict)
     kind: Literal["trl", "verl"] = "trl"
@@ -189,6 +198,8 @@ class Evaluation(Section):
     temperature: float = Field(default=0.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
+    hold_out: bool = True
+    """Leave prompts out of training that are held-out ones too (equal token ids)."""
     success_threshold: float = 1.0
     seed: int = 0
 
@@ -420,7 +431,7 @@ def _explain(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         valid = _valid_keys(detail["loc"][:-1])
         key = str(detail["loc"][-1])
-        return f"{where}: unknown key; {_elsewhere(key) or _nearest(key, valid)}"
+        return f"{where}: unknown key; {_known_elsewhere(key) or _elsewhere(key) or _nearest(key, valid)}"
     if detail["type"] == "missing":
         return f"{where}: required and not given"
     message = detail["msg"].removeprefix("Value error, ")
@@ -429,8 +440,37 @@ def _explain(detail: Any) -> str:
 
 
 def _nearest(key: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
+
+
+# TRL's flat names, which users bring with them
+FROM_TRL = {
+    "model_name_or_path": "model.name_or_path",
+    "dataset_name": "data.name",
+    "num_generations": "rollout.rollouts_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "per_device_train_batch_size": "train.microbatch_size",
+    "max_steps": "train.steps",
+    "learning_rate": "method.lr",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "loss_type": "algorithm.loss",
+    "scale_rewards": "algorithm.advantage_params.scale",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "reward_funcs": "reward.functions",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every",
+    "report_to": "log.trackers",
+    "resume_from_checkpoint": "resume",
+}
+
+
+def _known_elsewhere(key: str) -> str:
+    return f"TRL's {key} is {FROM_TRL[key]} here" if key in FROM_TRL else ""
 
 
 def _valid_keys(location: tuple[Any, ...]) -> list[str]:

@@ -81,9 +81,11 @@ class Display:
             f"of {plan.microbatch_size}; {plan.steps} steps over {len(self.run.prompts)} prompts",
             highlight=False,
         )
+        prompts = self.run.prompts
         for count, why in (
-            (self.run.prompts.num_too_long, "over-long"),
-            (self.run.prompts.num_empty, "empty"),
+            (prompts.num_too_long, "over-long"),
+            (prompts.num_empty, "empty"),
+            (prompts.num_excluded, "held-out"),
         ):
             if count:
                 out(f"left out {count} {why} prompt(s)", highlight=False)
@@ -123,11 +125,15 @@ class Display:
                 f"reward  {curve(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}",
                 highlight=False,
             )
-        evals = self.run.evals
-        if len(evals) > 1:
-            for k in evals[0][1].pass_at:
-                before, after = evals[0][1].pass_at[k], evals[-1][1].pass_at[k]
-                out(f"[bold]held-out pass@{k}  before {before:.3f}  after {after:.3f}[/]", highlight=False)
+        evaluations = self.run.evaluations()
+        if len(evaluations) > 1:
+            first, last = evaluations[0], evaluations[-1]
+            for name in (n for n in first if n.startswith("eval/pass@")):
+                out(
+                    f"[bold]held-out {name.removeprefix('eval/')}  before {first[name]:.3f} (step {first['step']})  "
+                    f"after {last[name]:.3f} (step {last['step']})[/]",
+                    highlight=False,
+                )
         out(f"model: {final}", highlight=False, soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, overload
@@ -210,7 +210,7 @@ class PromptFormat:
 class PromptSet(Sequence[Prompt]):
     """The usable prompts, by position. A prompt's id is its row in the source, whatever was left out.
 
-    num_too_long, num_empty: rows left out. longest: tokens of the longest prompt kept.
+    num_too_long, num_empty, num_excluded: rows left out. longest: tokens of the longest prompt kept.
     fingerprint: hex, of ids, token ids and whole rows: it changes with the data, the tokenizer, the template
         and the filter.
     """
@@ -219,6 +219,7 @@ class PromptSet(Sequence[Prompt]):
         self._rows, self._format, self._census = rows, prompt_format, census
         self.num_too_long = len(census.too_long)
         self.num_empty = census.num_empty
+        self.num_excluded = census.num_excluded
         self.longest = int(np.diff(census.ends, prepend=0).max())
         self.fingerprint = census.digest.hexdigest()
 
@@ -248,7 +249,7 @@ class _Census:
     def __init__(self) -> None:
         self.ids, self.tokens, self.ends = array("q"), array("q"), array("q")
         self.too_long = array("q")
-        self.num_empty = 0
+        self.num_empty = self.num_excluded = 0
         self.digest = new_digest()
 
     def add(self, row_index: int, row: Row, token_ids: list[int]) -> None:
@@ -271,6 +272,7 @@ def build_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_tokens: int,
     limit: int | None = None,
+    exclude: Collection[tuple[int, ...]] = (),
 ) -> PromptSet:
     """Template and tokenise every prompt once, leave out the empty and the over-long, and count them.
 
@@ -287,6 +289,7 @@ def build_prompts(
         an error.
     max_prompt_tokens: longest prompt kept, in tokens, after templating.
     limit: stop after this many usable prompts.
+    exclude: token ids of prompts to leave out, such as the held-out ones; give a set.
 
     Not handled: images, tools called inside prompts, prompts that end in a half-written answer.
     Raises DataError (columns, prompts, nothing left) or ModelError (template, special tokens).
@@ -305,13 +308,19 @@ def build_prompts(
         chat=chat,
         chat_template_kwargs=chat_template_kwargs,
     )
-    census = _take_census(rows, prompt_format, max_prompt_tokens, limit)
+    census = _take_census(rows, prompt_format, max_prompt_tokens, limit, exclude)
     if not census.ids:
         raise DataError(_nothing_left(census, max_prompt_tokens))
     return PromptSet(rows, prompt_format, census)
 
 
-def _take_census(rows: Rows, prompt_format: PromptFormat, max_prompt_tokens: int, limit: int | None) -> _Census:
+def _take_census(
+    rows: Rows,
+    prompt_format: PromptFormat,
+    max_prompt_tokens: int,
+    limit: int | None,
+    exclude: Collection[tuple[int, ...]],
+) -> _Census:
     census = _Census()
     numbered = enumerate(rows)
     while chunk := list(itertools.islice(numbered, min(BATCH_ROWS, limit or BATCH_ROWS))):
@@ -323,6 +332,8 @@ def _take_census(rows: Rows, prompt_format: PromptFormat, max_prompt_tokens: int
                 census.num_empty += 1
             elif len(token_ids) > max_prompt_tokens:
                 census.too_long.append(len(token_ids))
+            elif exclude and tuple(token_ids) in exclude:
+                census.num_excluded += 1
             else:
                 census.add(index, row, token_ids)
             if len(census.ids) == limit:
@@ -332,6 +343,11 @@ def _take_census(rows: Rows, prompt_format: PromptFormat, max_prompt_tokens: int
 
 def _nothing_left(census: _Census, max_prompt_tokens: int) -> str:
     lengths = sorted(census.too_long, reverse=True)
+    if census.num_excluded:
+        return (
+            f"no prompt is left to train on: {census.num_excluded} are held-out ones too, {len(lengths)} are too long, "
+            f"{census.num_empty} empty: hold out fewer (eval.num_prompts), give more data, or set eval.hold_out to false"
+        )
     if not lengths:
         return f"no usable prompt: all {census.num_empty} are empty: does prompt_column name the right column?"
     return (

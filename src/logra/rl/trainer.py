@@ -192,7 +192,7 @@ class Trainer:
         )
         _merge(own, tally)
         gap = _terminated_gap(own)
-        if gap is not None and old is None:
+        if gap is not None:
             method.observe_mismatch(gap)
         result = method.step(lambda: self.probe(part), plan.loss.temperature)
         if result.applied:

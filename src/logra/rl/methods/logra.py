@@ -18,7 +18,10 @@ from logra.trust.region import Decision, TrustRegion
 
 
 class LograMethod:
-    """trust: None applies proposals as they are. autocast: probe in bfloat16, as the policy computes. options: keyword arguments of `logra.sketch.sketcher.attach`."""
+    """trust: None applies proposals as they are. autocast: probe in bfloat16, as the policy computes.
+
+    options: keyword arguments of `logra.sketch.sketcher.attach`.
+    """
 
     name = "logra"
 
