@@ -30,12 +30,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from logra.cli.allocator import keep_freed_memory
 from logra.rl.models import load_model, prepare
 from logra.sketch.sketcher import attach
 from logra.sketch.targets import select_targets
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-METHODS = ("dense", "lora", "logra", "logra15")
+METHODS = ("dense", "lora", "logra", "full", "logra15")
 PHASES = ("forward", "backward", "update", "total")
 CLOCKS = ("wall_s", "cpu_s")
 SPREAD = ("median", "q1", "q3", "min")
@@ -63,6 +64,9 @@ def build(method: str, model: nn.Module, options: argparse.Namespace) -> Contend
         chosen = {id(t.weight) for t in select_targets(model, PROJECTIONS)[0]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
+        return _with_adamw(model, options, lambda: {})
+    if method == "full":
+        model.requires_grad_(True)
         return _with_adamw(model, options, lambda: {})
     if method == "lora":
         return _lora(model, options)
@@ -318,7 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, record. Exit code 2 for what the user can mend, 1 if --check finds a miss, else 0."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
+    keeps = keep_freed_memory()  # as `logra train` does on CPUs; the same for all methods
     fixed = {"dtype": "float32", "lr": LR, "weight_decay": 0.0, "gradient_checkpointing": False, "targets": PROJECTIONS}
+    fixed |= {"keeps_freed_memory": keeps}
     config = {k: v for k, v in vars(options).items() if k not in ("record", "no_record", "check", "seed")} | fixed
     try:
         begun = None if options.no_record else begin_record(name="step_time", config=config, seed=options.seed)

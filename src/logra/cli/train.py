@@ -18,10 +18,14 @@ def train(recipe: str, flags: Sequence[str], *, dry_run: bool, plain: bool) -> i
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     import transformers
 
+    from logra.cli.allocator import keep_freed_memory
+
     transformers.utils.logging.disable_progress_bar()
     from logra.build import build_run
     from logra.cli.progress import Display
 
+    if config.model.device != "cuda":
+        keep_freed_memory()
     run = build_run(config)
     try:
         with Display(run, plain=plain) as display:
