@@ -281,7 +281,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the tokens and of LoGRA's bases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS[:3]), help="logra15: 15-bit Updates"
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS[:4]), help="logra15: 15-bit Updates"
     )
     parser.add_argument(
         "--fused-adamw", action="store_true", help="torch's fused AdamW for dense and LoRA, not its default"
