@@ -142,10 +142,13 @@ def _targets(chosen: Sequence[tuple[str, tuple[int, ...]]], skipped: Sequence[An
     groups: dict[tuple[str, str, str], int] = {}
     rows = [(name, shape, "trained") for name, shape in chosen] + [(s.name, s.shape, s.reason) for s in skipped]
     for name, shape, what in rows:
-        short = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        short = ".".join("*" if part.isdigit() else part for part in name.removesuffix(".weight").split("."))
         key = (short, "x".join(map(str, shape)), what)
         groups[key] = groups.get(key, 0) + 1
-    table = Table("tensor", "shape", "count", "", box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("tensor", no_wrap=True)
+    for header in ("shape", "count", ""):
+        table.add_column(header)
     for (name, shape, what), count in groups.items():
         table.add_row(name, shape, str(count), what, style=None if what == "trained" else "dim")
     return table
