@@ -100,6 +100,10 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
     engine = build_engine(config, method.model, tokenizer)
+    engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
+    if config.eval:
+        longest = max(eval_prompts, key=lambda prompt: len(prompt.token_ids))
+        engine.check_lengths([longest], config.eval.max_new_tokens or config.rollout.max_new_tokens)
     sampler = PromptSampler(
         len(prompts),
         config.rollout.prompts_per_step,
@@ -142,6 +146,11 @@ def _read_checkpoint(store: CheckpointStore, path: Path | None, config: cfg.Conf
     if path is None:
         return None
     checkpoint = store.load(path)
+    if checkpoint.step > config.train.steps:
+        raise ConfigError(
+            f"{path} has {checkpoint.step} steps done, more than train.steps={config.train.steps}: raise train.steps, or "
+            "resume from an earlier checkpoint"
+        )
     changed = cfg.differences(checkpoint.state["identity"], cfg.identity(config))
     if changed:
         raise CheckpointError(

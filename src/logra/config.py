@@ -117,7 +117,7 @@ class Reward(Section):
     function: str
     name: str = ""
     """The metric's name; empty: the function's own. Give one where a function is used twice."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e9, le=1e9)
     params: dict[str, Any] = Field(default_factory=dict)
     kind: Literal["trl", "verl"] = "trl"
 
@@ -501,6 +501,9 @@ IDENTITY = ("seed", "model", "data", "reward", "method", "trust", "rollout", "al
 def identity(config: Config) -> dict[str, Any]:
     """The values that must not change between a checkpoint and its continuation."""
     dumped = config.model_dump(mode="json")
+    for key in ("workers", "timeout_s", "error_limit"):
+        del dumped["reward"][key]
+    del dumped["rollout"]["batch_size"]
     return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from logra.cli.console import Console
 
 PACKAGES = ("logra", "torch", "transformers", "datasets", "safetensors", "numpy", "pyarrow", "pydantic")
 EXTRAS = {

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from logra import config as cfg
+from logra.cli.console import Console
 from logra.errors import CheckpointError, ConfigError, ModelError, UserError
 
 if TYPE_CHECKING:

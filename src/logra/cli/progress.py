@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from logra.build import Run
+from logra.cli.console import Console
 from logra.rl.evaluate import EvalResult
 
 _BARS = " ▁▂▃▄▅▆▇█"

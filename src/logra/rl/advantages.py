@@ -197,7 +197,7 @@ def compute_advantages(
     group_ids: (B,) integers, equal for the rollouts of one prompt, in any order; groups may differ in size.
     lengths: (B,) completion lengths in tokens, only for running_baseline's length_scale.
     """
-    function = _lookup(kind, options)
+    function = find_advantage(kind, options)
     _check_shapes(rewards, group_ids, lengths)
     rewards_B = rewards.detach().double()
     dropped_B = rewards_B.isnan()
@@ -214,7 +214,8 @@ def compute_advantages(
     )
 
 
-def _lookup(kind: str, options: dict[str, Any]) -> Callable[..., Tensor]:
+def find_advantage(kind: str, options: dict[str, Any]) -> Callable[..., Tensor]:
+    """The function of a kind; `ConfigError` for an unknown kind or option."""
     if kind not in ADVANTAGES:
         raise ConfigError(f"unknown advantage {kind!r}: use one of {', '.join(ADVANTAGES)}")
     known = list(inspect.signature(ADVANTAGES[kind]).parameters)[1:]

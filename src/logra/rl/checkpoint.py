@@ -124,10 +124,7 @@ class CheckpointStore:
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """The newest checkpoint with a manifest and all files in their right sizes, or None.
-
-        Hashes are left to `load`: reading every byte of every checkpoint to find the newest is too slow.
-        """
+        """The newest checkpoint whose files all have the size and hash of its manifest, or None."""
         return self.latest_with_report()[0]
 
     def latest_with_report(self) -> tuple[Path | None, list[str]]:
@@ -135,7 +132,7 @@ class CheckpointStore:
         skipped = []
         for _, path in reversed(self.steps().items()):
             try:
-                _check_sizes(path, _read_manifest(path))
+                _verify(path)
             except CheckpointError as error:
                 skipped.append(str(error))
             else:
@@ -221,11 +218,7 @@ def is_whole(path: Path) -> bool:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint folder, after checking size and sha256 of every file in its manifest."""
     path = Path(path)
-    manifest = _read_manifest(path)
-    _check_sizes(path, manifest)
-    for name, entry in manifest["files"].items():
-        if _sha256(path / name) != entry["sha256"]:
-            raise _damaged(path, f"{name} has changed since it was written (sha256 differs)")
+    manifest = _verify(path)
     try:
         state = json.loads((path / STATE).read_bytes())
         loaded = safetensors.torch.load_file(path / TENSORS)
@@ -233,6 +226,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, str(error)) from error
     # Copies, since the loaded ones may be windows into the file, which is deleted when it is beyond `keep`.
     return Checkpoint(manifest["step"], {name: tensor.clone() for name, tensor in loaded.items()}, state, path)
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest, after checking size and sha256 of every file in it."""
+    manifest = _read_manifest(path)
+    _check_sizes(path, manifest)
+    for name, entry in manifest["files"].items():
+        if _sha256(path / name) != entry["sha256"]:
+            raise _damaged(path, f"{name} has changed since it was written (sha256 differs)")
+    return manifest
 
 
 def _at(boundary: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 BATCH_ROWS = 256
-_NO_TEMPLATE_FIX = "Use an instruction-tuned model, set tokenizer.chat_template, or give plain text with chat: false"
+_NO_TEMPLATE_FIX = "Use an instruction-tuned model, set model.chat_template, or give plain text with data.chat: false"
 _OWN_KWARGS = ("add_generation_prompt", "tokenize", "conversation", "continue_final_message")
 
 
@@ -226,6 +226,10 @@ class PromptSet(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._census.ids)
 
+    def longest_prompt(self) -> Prompt:
+        """The first of the longest prompts."""
+        return self[int(np.argmax(np.diff(self._census.ends, prepend=0)))]
+
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload
@@ -353,7 +357,7 @@ def _nothing_left(census: _Census, max_prompt_tokens: int) -> str:
     return (
         f"no usable prompt: {len(lengths)} exceed {max_prompt_tokens} tokens, {census.num_empty} are empty. "
         f"The longest have {', '.join(map(str, lengths[:3]))} tokens, the shortest {lengths[-1]}: raise "
-        f"max_prompt_tokens (to {lengths[0]} to keep all), or shorten the system prompt or the data"
+        f"data.max_prompt_tokens (to {lengths[0]} to keep all), or shorten the system prompt or the data"
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,15 +49,32 @@ def load_model(
         raise ModelError(f"no model in {name}: there is no config.json (for the demo model run `make model`)")
     transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"revision": revision} if revision else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
+    with _named_failure(f"cannot load the model {name!r}", hint):
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attn_implementation, **options
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
-        raise ModelError(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}{hint}") from error
+    with _named_failure(f"cannot load the tokenizer of {name!r}", hint):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    check_finite(model, name)
     return model.to(pick_device(device)), tokenizer
+
+
+@contextlib.contextmanager
+def _named_failure(what: str, hint: str) -> Iterator[None]:
+    """Whatever transformers and its file readers raise, as one `ModelError` line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ModelError(f"{what}: {text}{hint}") from error
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Raise `ModelError` naming the first parameter that holds NaN or infinity."""
+    for parameter_name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"{name}: {parameter_name} holds NaN or infinite values: use an undamaged model")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, RewardError
-from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages
+from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages, find_advantage
 from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
 from logra.rl.engines.base import Engine, check_training_sampling
@@ -82,6 +82,7 @@ class Trainer:
         identity: Mapping[str, Any] | None = None,
     ):
         check_training_sampling(plan.sampling)
+        find_advantage(plan.advantage, dict(plan.advantage_params))
         self.plan, self.method, self.engine = plan, method, engine
         self.prompts, self.sampler, self.rewards, self.pad_id = prompts, sampler, rewards, pad_id
         self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
@@ -129,7 +130,7 @@ class Trainer:
         rewards = _as_tensor(scores.total)
         if bool(rewards.isnan().all()):
             causes = "; ".join(f"{n}: {m}" for n, m in scores.messages.items()) or "every function abstained"
-            raise RewardError(f"no rollout of step {self.step} got a reward ({causes})")
+            raise RewardError(f"no rollout of step {self.step + 1} got a reward ({causes})")
         groups = torch.tensor([r.prompt.id for r in rollouts])
         lengths = torch.tensor([len(r.token_ids) for r in rollouts])
         return compute_advantages(

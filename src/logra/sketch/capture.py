@@ -81,4 +81,10 @@ def tap_layer(
             projected_Nr = functional.linear(x_Nk, basis().to(output.dtype))
         return Tap.apply(output, anchor, projected_Nr, sketch(), scale, note)
 
+    hook.is_logra_tap = True  # type: ignore[attr-defined]
     return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def is_tapped(module: nn.Module) -> bool:
+    """Does a sketcher already listen to this layer?"""
+    return any(getattr(hook, "is_logra_tap", False) for hook in module._forward_hooks.values())

@@ -7,6 +7,7 @@ the second moment only when it is applied; a sketch that is exactly zero moves n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class Sketcher:
         self._moment = torch.zeros(start, 1, dtype=torch.float32, device=device) if keeps_moment else None
         self._blocks: dict[str, Tensor] = {}
         self._blocks_index = -1  # the basis index they were drawn for
-        self._is_dirty = False
+        self._is_dirty = self._is_detached = False
         self._handles: list[Any] = []
         self._was_trainable = {n: p.requires_grad for n, p in model.named_parameters()}
         self._attach()
@@ -133,6 +134,9 @@ class Sketcher:
         lr: the learning rate. With variant "paper" the step is normalised to `update_ratio` and lr multiplies it (1.0 there).
         Raises `NonFiniteError` naming the first target whose sketch is not finite.
         """
+        self._check_attached()
+        if not math.isfinite(lr):
+            raise ConfigError(f"the learning rate must be finite, got {lr}")
         decay = lr * self.options["weight_decay"]
         norm = float(torch.linalg.vector_norm(self._sketches))
         if not norm < float("inf"):
@@ -187,10 +191,9 @@ class Sketcher:
             raise UpdateError(
                 f"this proposal was made at update {proposal.update_index}, the weights are at {self.update_index}: propose again"
             )
+        self._check_attached()
         if proposal.is_zero:
             return None
-        if not 0.0 <= scale < float("inf"):
-            raise UpdateError(f"scale must be finite and not negative, got {scale}")
         update = self.quantize(proposal, scale)
         with torch.no_grad():
             for name, factor in update.factors.items():
@@ -204,6 +207,9 @@ class Sketcher:
 
     def quantize(self, proposal: Proposal, scale: float = 1.0) -> Update:
         """The Update that `apply` would make; nothing is changed."""
+        self._check_attached()
+        if not 0.0 <= scale < math.inf:
+            raise UpdateError(f"scale must be finite and not negative, got {scale}")
         options, rank = self.options, self.rank
         seed, index = options["seed"], self.update_index
         key = hashing.derive_key(seed, "round", index)
@@ -264,12 +270,20 @@ class Sketcher:
         self.update_index, self._is_dirty = int(state["update_index"]), bool(state["is_dirty"])
 
     def detach(self) -> None:
-        """Remove every hook and restore requires_grad as it was. The weights keep what they learned."""
+        """Remove every hook and restore requires_grad as it was. The weights keep what they learned; only `state_dict`
+        still works afterwards."""
+        if self._is_detached:
+            return
+        self._is_detached = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self._was_trainable[name])
+
+    def _check_attached(self) -> None:
+        if self._is_detached:
+            raise UpdateError("this sketcher was detached from its model: attach again")
 
     def as_optimizer(self, lr: float = 1.0, trust: Any = None) -> Any:
         """A `torch.optim.Optimizer` for other people's loops; see `logra.sketch.facade.SketchOptimizer`."""
@@ -318,7 +332,11 @@ def attach(
     no target. Raises `ModelError` or `ConfigError` with the fix; nothing is attached then.
     """
     _check_options(basis, optimizer, variant, weights, residual, rank, beta2, eps, bits)
+    _check_numbers(update_ratio=update_ratio, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
     chosen, skipped = select_targets(model, targets)
+    for target in chosen:
+        if capture.is_tapped(target.module):
+            raise ModelError(f"{target.name} already has a sketcher: call its detach() first")
     check_float32(chosen)
     narrow = min(chosen, key=lambda t: t.in_features)
     if rank > narrow.in_features:
@@ -355,7 +373,13 @@ def _check_options(
     ):
         if value not in allowed:
             raise ConfigError(f"{what}={value!r} is not known: use one of {list(allowed)}")
-    if rank < 1 or not 0.0 <= beta2 < 1.0 or not eps > 0.0:
-        raise ConfigError(f"need rank >= 1, 0 <= beta2 < 1 and eps > 0; got {rank}, {beta2}, {eps}")
+    if not isinstance(rank, int) or rank < 1 or not 0.0 <= beta2 < 1.0 or not eps > 0.0:
+        raise ConfigError(f"need an integer rank >= 1, 0 <= beta2 < 1 and eps > 0; got {rank}, {beta2}, {eps}")
     if basis == "random":
         quantize.check_exact(bits, 1, rank)
+
+
+def _check_numbers(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < math.inf:
+            raise ConfigError(f"{name} must be finite and not negative, got {value}")

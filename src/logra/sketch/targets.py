@@ -62,6 +62,11 @@ def select_targets(model: nn.Module, targets: Sequence[str] | str | None = None)
     targets: None for the default above; a list of module-name suffixes (["q_proj", "mlp.down_proj"]); or one regular
     expression that must match whole module names. A suffix that matches nothing raises `ModelError`.
     """
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ModelError(f"targets={targets!r} is not a regular expression: {error}") from error
     head = _output_weight(model)
     owners: dict[int, str] = {}
     modules = dict(model.named_modules())
@@ -141,7 +146,10 @@ def _check(
                 raise ModelError(f"target {suffix!r} matches no trainable matrix; linear modules here: {leaves}")
     if not chosen:
         reasons = sorted({s.reason for s in skipped})
-        raise ModelError(f"no weight to train was found (targets={targets!r}); skipped because: {reasons}")
+        raise ModelError(
+            f"no weight to train was found (targets={targets!r}); skipped because: {reasons}. Name the modules to train: "
+            "targets=['q_proj', 'mlp.down_proj'], or a regular expression that matches whole module names"
+        )
 
 
 def check_float32(targets: Sequence[Target]) -> None:

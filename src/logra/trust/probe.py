@@ -34,6 +34,8 @@ def context_logits(model: nn.Module, batch: Batch) -> Tensor:
     default: every attended token but the first of a row. Position ids are made from the attention mask, as models with
     learned positions need under left padding.
     """
+    if "input_ids" not in batch:
+        raise UserError(f"the probe batch needs input_ids (B, T); it holds {sorted(batch)}")
     ids = batch["input_ids"]
     attention = batch.get("attention_mask")
     attention = torch.ones_like(ids) if attention is None else attention.long()

@@ -60,7 +60,7 @@ def refused(capsys, recipe, out, *flags):
         (["--data.prompt_column", "question"], "set prompt_column to one of the columns found, ['prompt', 'gold']"),
         (["--data.answer_column", "solution"], "set answer_column to one of"),
         (["--data.name", "./no.jsonl"], "no such file"),
-        (["--data.max_prompt_tokens", "1"], "raise max_prompt_tokens"),
+        (["--data.max_prompt_tokens", "1"], "raise data.max_prompt_tokens"),
         (["--reward.functions.0.function", "formt"], "did you mean"),
         (["--reward.functions.0.function", "no_module.reward"], "no module 'no_module'"),
         (["--method.rank", "65"], "use rank <= 64"),

@@ -137,7 +137,7 @@ def test_template_kwargs_reach_the_template_and_unknown_ones_are_refused():
 
 def test_missing_template():
     messages = [{"prompt": [{"role": "user", "content": "1"}]}]
-    with pytest.raises(ModelError, match=r"list of messages.*tokenizer\.chat_template"):
+    with pytest.raises(ModelError, match=r"list of messages.*model\.chat_template"):
         one(messages, plain_tokenizer())
     with pytest.raises(ModelError, match=r"chat: true needs a chat template.*instruction-tuned"):
         one([{"prompt": "1"}], plain_tokenizer(), chat=True)

@@ -119,7 +119,7 @@ def test_too_long_for_the_positions_is_refused_with_numbers() -> None:
     engine = HFEngine(tiny_model("gpt2", positions=16), char_tokenizer(), eos_token_ids=())
     prompt = make_prompts("0123456789")[0]
     assert len(engine.generate([prompt], 1, Sampling(6))[0].token_ids) == 6
-    with pytest.raises(ModelError, match=r"10 tokens.*max_new_tokens 7.*17.*16.*at most 9"):
+    with pytest.raises(ModelError, match=r"10 tokens.*max_new_tokens 7.*17.*16.*data.max_prompt_tokens to 9"):
         engine.generate([prompt], 1, Sampling(7))
 
 

@@ -235,7 +235,7 @@ def test_a_flipped_bit_is_found_on_load(tmp_path, name):
     data = bytearray(file.read_bytes())
     data[-1] ^= 4
     file.write_bytes(data)
-    assert store.latest() == tmp_path / "step_1"  # sizes are right
+    assert store.latest() is None
     with pytest.raises(CheckpointError, match=f"{name} has changed"):
         store.load(tmp_path / "step_1")
 

@@ -100,7 +100,7 @@ class HFEngine:
         and its response do not fit the model's positions, NonFiniteError if the logits are NaN or infinite.
         """
         check_sampling(sampling, num_rollouts)
-        self._check_lengths(prompts, sampling.max_new_tokens)
+        self.check_lengths(prompts, sampling.max_new_tokens)
         rows = _rows(prompts, num_rollouts, sampling)
         size = self.batch_size or max(1, len(rows))
         cast = torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.autocast)
@@ -116,7 +116,8 @@ class HFEngine:
     def close(self) -> None:
         """Nothing to free: the model belongs to the trainer."""
 
-    def _check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        """Raise `ModelError` if a prompt and `max_new_tokens` do not fit the model's positions."""
         # Not every configuration has a limit (ALiBi, state-space models), so a missing one means none.
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for prompt in prompts:
@@ -126,8 +127,9 @@ class HFEngine:
             if limit is not None and length + max_new_tokens > limit:
                 raise ModelError(
                     f"prompt {prompt.id} has {length} tokens; with max_new_tokens {max_new_tokens} that is "
-                    f"{length + max_new_tokens}, above the model's max_position_embeddings {limit}; lower "
-                    f"max_new_tokens or filter prompts to at most {limit - max_new_tokens} tokens"
+                    f"{length + max_new_tokens}, above the model's max_position_embeddings {limit}: lower "
+                    "rollout.max_new_tokens (eval.max_new_tokens)"
+                    + (f", or set data.max_prompt_tokens to {limit - max_new_tokens}" if limit > max_new_tokens else "")
                 )
 
     def _decode(self, rows: list[_Row], sampling: Sampling) -> None:
@@ -193,7 +195,8 @@ class HFEngine:
                 raise NonFiniteError(
                     f"the logits of prompt {row.prompt.id}, rollout {row.index}, at response token "
                     f"{len(row.token_ids)} are NaN or infinite (policy version {self.version}); the weights "
-                    "are damaged or overflow their dtype: go back to an earlier checkpoint or try float32"
+                    "are damaged, overflow their dtype or have diverged: go back to an earlier checkpoint, lower "
+                    "method.lr, or use model.dtype=float32"
                 )
             row.token_ids.append(token_id)
             row.logprobs.append(logp)
@@ -244,7 +247,8 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     if not found:
         raise ModelError(
             "neither the model's generation config nor the tokenizer names an end-of-sequence token, so no "
-            "response could end; set tokenizer.eos_token, or pass eos_token_ids"
+            "response could end; use a model whose tokenizer_config.json or "
+            "generation_config.json names one (in Python: pass eos_token_ids)"
         )
     return found
 

@@ -94,7 +94,7 @@ class Call:
         if failed > self._error_limit * count:
             raise RewardError(
                 f"reward {self._specs[index].name!r} failed on {failed} of {count} rollouts, "
-                f"more than error_limit={self._error_limit:g} allows: mend it, or raise timeout_s if slow.\n"
+                f"more than error_limit={self._error_limit:g} allows: mend it, or raise reward.timeout_s if slow.\n"
                 f"First failure:\n{self._messages[index]}"
             )
 

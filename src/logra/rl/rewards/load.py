@@ -78,6 +78,9 @@ def find(path: str) -> Callable[..., Any]:
     return target
 
 
+LARGEST = 1e18  # the square of a reward must fit float32
+
+
 def as_score(value: Any, name: str) -> Score:
     """A function's value for one rollout. ContractError unless it is a number, a bool, None or a Score."""
     if isinstance(value, Score):
@@ -94,8 +97,13 @@ def as_score(value: Any, name: str) -> Score:
             f"reward {name!r} returned a {type(value).__name__} as a reward: "
             "return a list with one float, bool or None a completion (float(x), or x.item() for a tensor)"
         )
-    number = float(value)
-    return Score(number) if math.isfinite(number) else Score(None, "error", f"returned {number}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond float's range
+        number = math.inf
+    if abs(number) <= LARGEST:  # false for NaN
+        return Score(number)
+    return Score(None, "error", f"returned {number:g}: a reward must be finite and at most {LARGEST:g} in size")
 
 
 def as_scores(values: Any, count: int, name: str) -> list[Score]:
