@@ -133,3 +133,19 @@ def test_the_finished_run_is_not_started_again(run, capsys):
     assert main(arguments) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert records(folder) == before
+
+
+def test_a_reader_that_goes_away_ends_the_command_with_141(tmp_path):
+    """As `logra train ... | head -1` does."""
+    import subprocess
+    import sys
+
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    command = [sys.executable, "-m", "logra", "train", str(recipe), "--output_dir", str(tmp_path / "run"), "--plain"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
