@@ -59,7 +59,7 @@ def test_exceptions_are_counted_with_their_traceback() -> None:
 def test_nan_and_infinity_are_errors_of_that_rollout() -> None:
     scores = run(RewardSpec(f"{FILE}:some_nan"), ["nan", "x", "inf"])
     assert [(s.value, s.status) for s in scores] == [(None, "error"), (1.0, "scored"), (None, "error")]
-    assert scores[0].message == "returned nan"
+    assert scores[0].message == "returned nan: a reward must be finite and at most 1e+18 in size"
 
 
 @pytest.mark.parametrize(
