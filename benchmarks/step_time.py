@@ -279,6 +279,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default {default})")
     parser.add_argument("--seed", type=int, default=0, help="of the tokens and of LoGRA's bases")
+    parser.add_argument("--return-freed-memory", action="store_true", help="glibc's own behaviour, for comparison")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS[:4]), help="logra15: 15-bit Updates"
@@ -322,7 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, record. Exit code 2 for what the user can mend, 1 if --check finds a miss, else 0."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
-    keeps = keep_freed_memory()  # as `logra train` does on CPUs; the same for all methods
+    # as `logra train` does on CPUs; the same for all methods
+    keeps = not options.return_freed_memory and keep_freed_memory()
     fixed = {"dtype": "float32", "lr": LR, "weight_decay": 0.0, "gradient_checkpointing": False, "targets": PROJECTIONS}
     fixed |= {"keeps_freed_memory": keeps}
     config = {k: v for k, v in vars(options).items() if k not in ("record", "no_record", "check", "seed")} | fixed
