@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
-from logra.errors import CheckpointError, ConfigError, ModelError
+from logra.errors import CheckpointError, ConfigError
 from logra.integrations.trackers import make_trackers
 from logra.rl.checkpoint import Checkpoint, CheckpointStore
 from logra.rl.data import PromptSet, build_prompts
@@ -45,19 +45,14 @@ class Run:
     config: cfg.Config
     trainer: Trainer
     folder: RunDir
-    tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
-    eval_prompts: Sequence[Prompt]
     resumed_from: Path | None
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def fit(self) -> Path:
         """Train, then export the final model; returns its folder."""
         self.trainer.fit()
-        return self.export()
-
-    def export(self) -> Path:
-        self.trainer.method.export(_model_writer(self.config, self.tokenizer, self), self.folder.final)
+        self.trainer.export(self.folder.final)
         return self.folder.final
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -111,7 +106,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         config.data.shuffle,
         fingerprint=prompts.fingerprint,
     )
-    run = Run(config, None, folder, tokenizer, prompts, eval_prompts, resume, closers=closers)  # type: ignore[arg-type]
+    run = Run(config, None, folder, prompts, resume, closers=closers)  # type: ignore[arg-type]
     trackers = make_trackers(
         list(config.log.trackers), project=config.log.project, run_name=folder.path.name, folder=folder.path,
         config=config.model_dump(mode="json"), resume_step=checkpoint.step if checkpoint else None,
@@ -381,8 +376,6 @@ def _model_writer(
     config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> Callable[[nn.Module, Path], None]:
     def write(model: nn.Module, folder: Path) -> None:
-        if not isinstance(model, nn.Module):
-            raise ModelError("nothing to export")
         export_model(model, tokenizer, folder, card=model_card_facts(config, run))
 
     return write

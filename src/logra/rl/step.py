@@ -33,29 +33,32 @@ class LossSettings:
     autocast: bool = False
 
 
-def token_logprobs(
-    model: nn.Module, batch: TrainBatch, temperature: float, autocast: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(log-probs (B, C) of the completion tokens, entropy (B, C) without gradient), float32 nats at `temperature`.
+def completion_logits(model: nn.Module, batch: TrainBatch, settings: LossSettings) -> Tensor:
+    """Logits (B, C, V) that predict the completion tokens, float32, divided by the temperature.
 
     Only the C + 1 last positions reach the output head. Values in padding are finite and meaningless: mask them.
     """
-    columns = batch.completion_ids.shape[1]
-    with torch.autocast(batch.completion_ids.device.type, torch.bfloat16, enabled=autocast):
+    with torch.autocast(batch.completion_ids.device.type, torch.bfloat16, enabled=settings.autocast):
         logits = model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             use_cache=False,
-            logits_to_keep=columns + 1,
+            logits_to_keep=batch.completion_ids.shape[1] + 1,
         ).logits
-    logits_BCV = logits[:, :-1].float() / temperature
+    return logits[:, :-1].float() / settings.temperature
+
+
+def token_logprobs(logits_BCV: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probs (B, C) of the ids, log-normalisers (B, C)), nats."""
     normaliser_BC = torch.logsumexp(logits_BCV, dim=-1)
-    logp_BC = logits_BCV.gather(-1, batch.completion_ids[..., None]).squeeze(-1) - normaliser_BC
-    with torch.no_grad():
-        probs_BCV = torch.softmax(logits_BCV, dim=-1)
-        entropy_BC = normaliser_BC - (probs_BCV * logits_BCV).sum(-1)
-    return logp_BC, entropy_BC
+    return logits_BCV.gather(-1, ids_BC[..., None]).squeeze(-1) - normaliser_BC, normaliser_BC
+
+
+@torch.no_grad()
+def entropy_of(logits_BCV: Tensor, normaliser_BC: Tensor) -> Tensor:
+    """Entropy (B, C) of the next-token distributions, nats, without gradient."""
+    return normaliser_BC - (torch.softmax(logits_BCV, dim=-1) * logits_BCV).sum(-1)
 
 
 @torch.no_grad()
@@ -65,7 +68,7 @@ def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSe
     for start in range(0, len(batch), size):
         rows = range(start, min(start + size, len(batch)))
         part = batch.slice(rows)
-        logp, _ = token_logprobs(model, part, settings.temperature, settings.autocast)
+        logp, _ = token_logprobs(completion_logits(model, part, settings), part.completion_ids)
         result[rows.start : rows.stop, : logp.shape[1]] = torch.where(part.completion_mask, logp, 0.0)
     return result
 
@@ -106,7 +109,10 @@ def accumulate(
         rows = range(start, min(start + size, len(batch)))
         part = batch.slice(rows)
         columns = part.completion_ids.shape[1]
-        logp, entropy = token_logprobs(model, part, settings.temperature, settings.autocast)
+        logits = completion_logits(model, part, settings)
+        logp, normaliser = token_logprobs(logits, part.completion_ids)
+        entropy = entropy_of(logits, normaliser)
+        del logits  # the graph keeps what it needs; the rest goes before the backward pass
         old = None if old_logp is None else old_logp[rows.start : rows.stop, :columns]
         ref = None if reference_logp is None else reference_logp[rows.start : rows.stop, :columns]
         loss = _loss(part, logp, old, ref, settings, tally)

@@ -19,7 +19,7 @@ from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
 from logra.rl.engines.base import Engine, check_training_sampling
 from logra.rl.evaluate import EvalResult
-from logra.rl.methods.base import Method
+from logra.rl.methods.base import Method, StepResult
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
@@ -171,15 +171,14 @@ class Trainer:
                 part = self._weighted(part, part.advantages, part.dropped)
             if not part.has_signal and self.reference is None:
                 continue
-            metrics |= self._update_once(part, _rows(old, rows), _rows(reference, rows), tally)
-            applied += int(metrics.pop("applied"))
+            result = self._update_once(part, _rows(old, rows), _rows(reference, rows), tally)
+            metrics |= result.metrics
+            applied += result.applied
         self.num_skipped += count - applied
         self.num_tokens += int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum())
         return metrics | _means(tally) | {"updates": applied}
 
-    def _update_once(
-        self, part: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally
-    ) -> dict[str, float]:
+    def _update_once(self, part: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally) -> StepResult:
         plan, method, own = self.plan, self.method, Tally()
         method.zero()
         accumulate(
@@ -198,7 +197,7 @@ class Trainer:
         result = method.step(lambda: self.probe(part), plan.loss.temperature)
         if result.applied:
             self.engine.publish(method.num_updates, result.message)
-        return {**result.metrics, "applied": float(result.applied)}
+        return result
 
     def probe(self, batch: TrainBatch) -> dict[str, Tensor]:
         """Contexts for the trust region: rollouts of as many different prompts as possible, the same on every run."""
@@ -279,12 +278,12 @@ class Trainer:
             "identity": self.identity,
         }
         named = {f"method.{k}": v for k, v in tensors.items()} | rng_tensors
+        return self.checkpoints.save(self.step, tensors=named, state=state, write_model=self.export)
 
-        def write(folder: Path) -> None:
-            if self.write_model is not None:
-                self.method.export(self.write_model, folder)
-
-        return self.checkpoints.save(self.step, tensors=named, state=state, write_model=write)
+    def export(self, folder: Path) -> None:
+        """Write the model as it is now, adapters merged, with tokenizer and model card."""
+        if self.write_model is not None:
+            self.method.export(self.write_model, folder)
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint whose model weights are already in place."""
