@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from logra.sketch.block import apply_update, digest
     from logra.sketch.sketcher import Proposal, Sketcher, attach
-    from logra.sketch.update import Update, apply_update, digest
+    from logra.sketch.update import Update
     from logra.trust.kl import measure_kl, predict_kl
 
 _HOME = {
@@ -18,8 +19,8 @@ _HOME = {
     "Sketcher": "logra.sketch.sketcher",
     "attach": "logra.sketch.sketcher",
     "Update": "logra.sketch.update",
-    "apply_update": "logra.sketch.update",
-    "digest": "logra.sketch.update",
+    "apply_update": "logra.sketch.block",
+    "digest": "logra.sketch.block",
     "measure_kl": "logra.trust.kl",
     "predict_kl": "logra.trust.kl",
 }

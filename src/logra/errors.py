@@ -33,7 +33,19 @@ class CheckpointError(UserError):
 
 
 class UpdateError(UserError):
-    """An Update is damaged or does not fit the weights it is applied to."""
+    """An Update cannot be made, read or applied as asked. Nothing was applied."""
+
+
+class DamagedUpdateError(UpdateError):
+    """Bytes are no whole, unharmed Update: corrupted, truncated, of another format."""
+
+
+class UpdateOrderError(UpdateError):
+    """An Update does not follow on the version in place: a gap, a replay, a reordering, or history that was compacted."""
+
+
+class WrongBaseError(UpdateError):
+    """An Update belongs to another run, other starting weights or another model."""
 
 
 class NonFiniteError(LograError, ArithmeticError):

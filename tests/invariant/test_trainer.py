@@ -23,7 +23,7 @@ from logra.rl.methods.logra import LograMethod
 from logra.rl.step import LossSettings, Tally, accumulate
 from logra.rl.tiny import tiny_model
 from logra.rl.types import Prompt, Rollout
-from logra.sketch.update import digest
+from logra.sketch.block import digest
 from logra.trust.region import TrustRegion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"

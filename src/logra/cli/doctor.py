@@ -173,7 +173,8 @@ def check_philox() -> str:
 def check_update() -> str:
     """The default device makes an Update, a copy on the CPU applies what was sent: the same bits."""
     from logra.rl.tiny import tiny_model
-    from logra.sketch.update import Update, apply_update, digest
+    from logra.sketch.block import apply_update, digest
+    from logra.sketch.update import Update
 
     model, other = tiny_model().to(_device()), tiny_model()  # type: ignore[arg-type]
     before = digest(other)

@@ -19,8 +19,10 @@ from logra import hashing
 from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
+from logra.sketch.block import Block, apply_blocks, digest_blocks
+from logra.sketch.split import RESIDUAL, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
-from logra.sketch.update import Factor, Update, apply_block
+from logra.sketch.update import Factor, Update
 
 STATE_VERSION = 1
 
@@ -50,8 +52,16 @@ class Proposal:
 class Sketcher:
     """See `attach`, which builds it. Not thread-safe; one sketcher a model."""
 
-    def __init__(self, model: nn.Module, targets: list[Target], skipped: list[Skipped], options: dict[str, Any]):
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: list[Target],
+        skipped: list[Skipped],
+        options: dict[str, Any],
+        residuals: dict[str, Tensor] | None = None,
+    ):
         self.model, self.targets, self.skipped = model, targets, skipped
+        self._residuals = residuals or {}  # int16 (out, in), of split weights
         self.options = options
         self.rank: int = options["rank"]
         self.update_index = 0
@@ -195,10 +205,7 @@ class Sketcher:
         if proposal.is_zero:
             return None
         update = self.quantize(proposal, scale)
-        with torch.no_grad():
-            for name, factor in update.factors.items():
-                matrix = self._by_name[name].matrix()
-                apply_block(matrix, factor.q, factor.exponent, self.basis_block(name), update.decay)
+        apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
         if self._moment is not None and proposal.moment is not None:
             self._moment.copy_(proposal.moment)
         self.update_index += 1
@@ -232,26 +239,56 @@ class Sketcher:
         numbers = [torch.arange(t.out_features, dtype=torch.int64, device=device) for t in self.targets]
         return stream, torch.cat(numbers)
 
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def blocks(self) -> dict[str, Block]:
+        """The targets as blocks: views of the weights as they are now, with their residuals if they are split."""
+        return {t.name: Block(t.name, t.matrix(), self._residuals.get(t.name)) for t in self.targets}
+
+    def digest(self) -> str:
+        """Hex digest of the targets' float32 values, the same for `fp32` and `split` weights (logra.digest)."""
+        return digest_blocks(self.blocks())
+
+    def masters(self) -> dict[str, Tensor]:
+        """The targets' float32 values by name, as the parameters are laid out: what to save instead of split weights.
+
+        New tensors on the host for split weights, the parameters themselves for float32 ones.
+        """
+        result = {}
+        for target in self.targets:
+            if not self._residuals:
+                result[target.name] = target.weight.detach()
+                continue
+            master = Block(target.name, target.matrix(), self._residuals[target.name]).master().cpu()
+            result[target.name] = master.t() if target.transposed else master
+        return result
+
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values: everything but the weights that a bit-identical continuation needs."""
+    def state_dict(self, residuals: bool = True) -> dict[str, Any]:
+        """Tensors and plain values: everything but the weights that a bit-identical continuation needs.
+
+        residuals: include those of split weights, which `model.state_dict()` lacks; leave them out where `masters()` are
+        saved instead.
+        """
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "update_index": self.update_index,
             "names": list(self.names),
-            "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze")},
+            "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze", "residual")},
             "is_dirty": self._is_dirty,
         }
         if self._moment is not None:
             state["moment"] = self._moment.clone()
         if self._is_dirty:
             state["sketches"] = self._sketches.clone()
+        if residuals:
+            state |= {f"residual.{name}": lo.clone() for name, lo in self._residuals.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict: names, options, shapes and dtypes must be those of this sketcher, else `UpdateError` says which differs."""
-        mine = self.state_dict()
+        mine = self.state_dict(residuals=False)
         for key in ("version", "names", "options"):
             if state.get(key) != mine[key]:
                 raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
@@ -260,6 +297,8 @@ class Sketcher:
             needed["moment"] = self._moment
         if state["is_dirty"]:
             needed["sketches"] = self._sketches
+        if any(key.startswith("residual.") for key in state):
+            needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
         for key, own in needed.items():
             saved = state.get(key)
             if saved is None or not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
@@ -271,13 +310,15 @@ class Sketcher:
 
     def detach(self) -> None:
         """Remove every hook and restore requires_grad as it was. The weights keep what they learned; only `state_dict`
-        still works afterwards."""
+        still works afterwards. Split weights become float32 again, exactly."""
         if self._is_detached:
             return
         self._is_detached = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._residuals:
+            merge_targets(self.targets, self._residuals)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self._was_trainable[name])
 
@@ -320,6 +361,7 @@ def attach(
     refresh: bool = True,
     bits: int = 8,
     freeze: bool = True,
+    device: torch.device | str | None = None,
 ) -> Sketcher:
     """Attach LoGRA to a model: afterwards `loss.backward()` fills sketches instead of weight gradients.
 
@@ -329,7 +371,11 @@ def attach(
     optimizer: "row_adam" or "sgd". variant: "simplified" (plain lr) or "paper" (layer norms restored, `update_ratio`).
     targets: see `logra.sketch.targets.select_targets`. max_grad_norm: clip root sum ||S||^2, 0 is off (the published code
     clips ||S A||, about sqrt(k/r) larger). bits: 8 or 15, of the Update's integers. freeze: also freeze everything that is
-    no target. Raises `ModelError` or `ConfigError` with the fix; nothing is attached then.
+    no target. weights: "fp32", or "split": the parameter becomes bfloat16, which the forward pass uses (so compute in
+    bfloat16: a bfloat16 model, or autocast), and an int16 residual keeps the rest of the float32 (logra.sketch.split).
+    residual: where it lives, "device" or "cpu" (2 bytes a parameter less on the accelerator). device: move the model there
+    while attaching, target by target, so that float32 never needs to fit on it. Raises `ModelError` or `ConfigError` with the
+    fix; nothing is attached then.
     """
     _check_options(basis, optimizer, variant, weights, residual, rank, beta2, eps, bits)
     _check_numbers(update_ratio=update_ratio, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
@@ -337,7 +383,7 @@ def attach(
     for target in chosen:
         if capture.is_tapped(target.module):
             raise ModelError(f"{target.name} already has a sketcher: call its detach() first")
-    check_float32(chosen)
+    (check_splittable if weights == "split" else check_float32)(chosen)
     narrow = min(chosen, key=lambda t: t.in_features)
     if rank > narrow.in_features:
         raise ConfigError(
@@ -347,10 +393,14 @@ def attach(
         raise ModelError("targets lie on several devices: load the model on one")
     options = {
         "rank": rank, "basis": basis, "seed": seed, "optimizer": optimizer, "variant": variant, "targets": targets,
-        "weights": weights, "beta2": beta2, "eps": eps, "update_ratio": update_ratio, "weight_decay": weight_decay,
+        "weights": weights, "residual": residual, "beta2": beta2, "eps": eps, "update_ratio": update_ratio,
+        "weight_decay": weight_decay,
         "max_grad_norm": max_grad_norm, "refresh": refresh, "bits": bits, "freeze": freeze,
     }  # fmt: skip
-    return Sketcher(model, chosen, skipped, options)
+    residuals = split_targets(chosen, residual, device) if weights == "split" else None
+    if device is not None:
+        model.to(device)
+    return Sketcher(model, chosen, skipped, options, residuals)
 
 
 def _check_options(
@@ -368,8 +418,8 @@ def _check_options(
         ("basis", basis, bases.KINDS),
         ("optimizer", optimizer, optimizers.NAMES),
         ("variant", variant, optimizers.VARIANTS),
-        ("weights", weights, ("fp32",)),
-        ("residual", residual, ("device",)),
+        ("weights", weights, ("fp32", "split")),
+        ("residual", residual, RESIDUAL),
     ):
         if value not in allowed:
             raise ConfigError(f"{what}={value!r} is not known: use one of {list(allowed)}")

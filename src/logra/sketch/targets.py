@@ -158,5 +158,6 @@ def check_float32(targets: Sequence[Target]) -> None:
         if target.weight.dtype != torch.float32:
             raise ModelError(
                 f"{target.name} is stored as {target.weight.dtype}; LoGRA's steps are far below its precision and would "
-                "be lost. Load the model with dtype=torch.float32 (compute may still be bfloat16 under autocast)"
+                "be lost. Load the model with dtype=torch.float32 (compute may still be bfloat16 under autocast), or attach "
+                "with weights='split', which keeps in an int16 residual what bfloat16 lacks"
             )

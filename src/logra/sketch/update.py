@@ -9,18 +9,15 @@ whatever the device, kernel, sharding or order of summation (design 2.3). Legend
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from logra.errors import UpdateError
 from logra.sketch import basis as bases
-from logra.sketch import wire
 from logra.sketch.quantize import power_of_two
-from logra.sketch.targets import clean_name, is_conv1d
 
 _CHUNK = 1 << 20  # elements of a row chunk: the product's temporary stays in cache
 
@@ -42,9 +39,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of the policy, number `index` (0-based), as it is sent, applied and stored.
+    """One step of the policy, number `index` (0-based), as it is sent, applied and stored: version index to index + 1.
 
     basis, seed, basis_index: the kind of basis and its key (logra.sketch.basis.draw). decay: the decoupled weight decay.
+    dense: the new float32 values, whole, of parameters that are trained densely beside the targets; logical (out, in)
+    layout, vectors as (n, 1).
     """
 
     index: int
@@ -55,15 +54,28 @@ class Update:
     bits: int
     factors: Mapping[str, Factor]
     decay: float = 0.0
+    dense: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def to_bytes(self) -> bytes:
-        """The wire form: header, integers, checksum; no pickle. Raises `UpdateError` for a basis that is not exact."""
-        return wire.encode(self)
+    @property
+    def names(self) -> list[str]:
+        """Everything that this Update moves: the targets, then the densely trained parameters."""
+        return [*self.factors, *self.dense]
+
+    def to_bytes(self, envelope: Mapping[str, Any] | None = None) -> bytes:
+        """The wire form: header, integers, checksum; no pickle. Raises `UpdateError` for a basis that is not exact.
+
+        envelope: a JSON object that travels in the header (`logra.sync.Packet` puts run, base and step there).
+        """
+        from logra.sketch import wire
+
+        return wire.encode(self, envelope)
 
     @staticmethod
     def from_bytes(data: bytes) -> Update:
-        """Read the wire form. Truncated, corrupted or foreign bytes raise `UpdateError`; nothing is half-read."""
-        return wire.decode(data, Update, Factor)
+        """Read the wire form. Truncated, corrupted or foreign bytes raise `DamagedUpdateError`; nothing is half-read."""
+        from logra.sketch import wire
+
+        return wire.decode(data)
 
     def basis_block(self, name: str, columns: range, device: torch.device | str = "cpu") -> Tensor:
         """The unscaled basis of a target: (r, len(columns)), integers in int8 (float32 for `gaussian`)."""
@@ -109,53 +121,3 @@ def exact_matmul(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def apply_update(model: nn.Module, update: Update) -> None:
-    """Apply an Update to `model` (float32 targets), bit for bit as the trainer did. All is checked before a weight moves."""
-    matrices = _matrices(model, update)
-    with torch.no_grad():
-        for name, matrix in matrices.items():
-            factor = update.factors[name]
-            block = update.basis_block(name, range(factor.in_features), matrix.device)
-            apply_block(matrix, factor.q, factor.exponent, block, update.decay)
-
-
-def _matrices(model: nn.Module, update: Update) -> dict[str, Tensor]:
-    """The (out, in) views of the weights an Update names; `UpdateError` if one is missing or does not fit."""
-    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-    modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
-    missing = [name for name in update.factors if name not in parameters]
-    if missing:
-        raise UpdateError(
-            f"update {update.index} names weights this model lacks: {missing[:3]} ({len(missing)} in all)"
-        )
-    views = {}
-    for name, factor in update.factors.items():
-        weight = parameters[name].detach()
-        matrix = weight.t() if is_conv1d(modules[name.rpartition(".")[0]]) else weight
-        if tuple(matrix.shape) != (factor.out_features, factor.in_features):
-            raise UpdateError(
-                f"update {update.index} expects {name} as {factor.out_features} x {factor.in_features}, "
-                f"the model has {tuple(matrix.shape)}: another model?"
-            )
-        if matrix.dtype != torch.float32:
-            raise UpdateError(f"{name} is stored as {matrix.dtype}: exact updates need float32 weights")
-        views[name] = matrix
-    return views
-
-
-def digest(model: nn.Module, names: list[str] | None = None) -> str:
-    """Hex digest (blake2b, 128 bits) of weights' names, shapes and float32 values; all parameters if `names` is None.
-
-    Equal digests mean equal weights to the last bit, so a stale or drifted holder is detected, not hoped against.
-    """
-    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-    result = hashlib.blake2b(digest_size=16)
-    for name in sorted(parameters if names is None else names):
-        if name not in parameters:
-            raise UpdateError(f"no weight is called {name!r}")
-        weight = parameters[name].detach()
-        result.update(f"{name}:{tuple(weight.shape)}:".encode())
-        result.update(memoryview(weight.to("cpu", torch.float32).contiguous().numpy().reshape(-1).view("u1")))
-    return result.hexdigest()

@@ -2,28 +2,32 @@
 
     magic "LGRU" | format version u16 | header length u32 | header (JSON) | payload | blake2b-128 of all before
 
-All integers are little-endian. The payload holds for each factor, in the header's order: row exponents (d int8),
-q (d x r, int8 or int16), and the basis (r x k int8) where the header says it is explicit.
+All integers are little-endian. The header holds the Update's fields, an optional envelope (run, base, step: what
+`logra.sync.Packet` adds) and the target table. The payload holds for each factor, in the header's order: row exponents
+(d int8), q (d x r, int8 or int16), and the basis (r x k int8) where the header says it is explicit; then the float32 values
+of each dense parameter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logra.errors import UpdateError
-from logra.sketch.quantize import BITS
+from logra.errors import DamagedUpdateError, UpdateError
+from logra.sketch import quantize
+from logra.sketch.basis import KINDS
+from logra.sketch.quantize import BITS, MIN_EXPONENT, check_exact
+from logra.sketch.update import Factor, Update
 
-if TYPE_CHECKING:
-    from logra.sketch.update import Factor, Update
-
-MAGIC, VERSION = b"LGRU", 1
+MAGIC, VERSION = b"LGRU", 2
 _HEAD = struct.Struct("<4sHI")
 _CHECKSUM = 16
 _FIELDS = {
@@ -36,85 +40,171 @@ _FIELDS = {
     "decay": float,
 }
 _LIMIT = 1 << 31  # a dimension above this is damage, not a model
+_WHOLE = 1 << 63
+_MAX_NAME = 1024
+_TYPES = {torch.int8: "<i1", torch.int16: "<i2", torch.float32: "<f4"}
 
 
-def encode(update: Update) -> bytes:
-    """Serialise; raises `UpdateError` for a basis that other holders could not reproduce."""
+def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
+    """Serialise; raises `UpdateError` for a basis that other holders could not reproduce.
+
+    envelope: a JSON object for the header.
+    """
     if update.basis == "gaussian":
         raise UpdateError("a gaussian basis is not bit-portable and cannot be sent: use basis='random'")
     factors = [
         {"name": f.name, "out": f.out_features, "in": f.in_features, "explicit": f.basis is not None}
         for f in update.factors.values()
     ]
-    header = {field: getattr(update, field) for field in _FIELDS} | {"factors": factors}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    dense = [{"name": name, "out": value.shape[0], "in": value.shape[1]} for name, value in update.dense.items()]
+    header = {field: getattr(update, field) for field in _FIELDS} | {"factors": factors, "dense": dense}
+    if envelope is not None:
+        header["envelope"] = dict(envelope)
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     parts = [_HEAD.pack(MAGIC, VERSION, len(text)), text]
     for factor in update.factors.values():
         parts += [_to_bytes(factor.exponent), _to_bytes(factor.q)]
         if factor.basis is not None:
             parts.append(_to_bytes(factor.basis))
-    body = b"".join(parts)
-    return body + _checksum(body)
+    parts += [_to_bytes(value.to(torch.float32)) for value in update.dense.values()]
+    checksum = hashlib.blake2b(digest_size=_CHECKSUM)
+    for part in parts:
+        checksum.update(part)
+    return b"".join([*parts, checksum.digest()])
 
 
-def decode(data: bytes, update_type: type[Update], factor_type: type[Factor]) -> Update:
+def decode(data: bytes) -> Update:
     """Parse and verify; the checksum is tested first, so that damage is always reported as damage."""
-    data = bytes(data)
-    if len(data) < _HEAD.size + _CHECKSUM or data[:4] != MAGIC:
-        raise UpdateError(f"not a logra Update: {len(data)} bytes that do not begin with {MAGIC!r}")
-    if _checksum(data[:-_CHECKSUM]) != data[-_CHECKSUM:]:
-        raise UpdateError(
+    return decode_with_envelope(data)[0]
+
+
+def decode_with_envelope(data: bytes) -> tuple[Update, dict[str, Any] | None]:
+    """The Update and the envelope it came in, if any. Raises `DamagedUpdateError`; nothing is half-read."""
+    view = memoryview(data).cast("B")
+    header, reader = _open(view)
+    try:
+        fields = {name: _field(header, name, kind) for name, kind in _FIELDS.items()}
+        _check_fields(fields)
+        factors: dict[str, Factor] = {}
+        for entry in _list(header, "factors"):
+            factor = _read_factor(reader, entry, fields["rank"], fields["bits"])
+            _add(factors, factor.name, factor)
+        dense: dict[str, Tensor] = {}
+        for entry in _list(header, "dense"):
+            name, rows, columns = _table_entry(entry)
+            _add(dense, name, reader.take((rows, columns), torch.float32))
+        reader.finish()
+        envelope = header.get("envelope")
+        if factors.keys() & dense.keys() or not (envelope is None or isinstance(envelope, dict)):
+            raise ValueError("a name is both a target and dense, or the envelope is no object")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DamagedUpdateError(f"the Update's header is malformed: {error}") from error
+    return Update(factors=factors, dense=dense, **fields), envelope
+
+
+def peek(data: bytes) -> dict[str, Any]:
+    """The header of a whole, unharmed message, without its tensors."""
+    return _open(memoryview(data).cast("B"))[0]
+
+
+def _open(view: memoryview) -> tuple[dict[str, Any], _Reader]:
+    """Check magic, checksum and format; the header and a reader of the payload."""
+    if len(view) < _HEAD.size + _CHECKSUM or view[:4] != MAGIC:
+        raise DamagedUpdateError(f"not a logra Update: {len(view)} bytes that do not begin with {MAGIC!r}")
+    if hashlib.blake2b(view[:-_CHECKSUM], digest_size=_CHECKSUM).digest() != view[-_CHECKSUM:]:
+        raise DamagedUpdateError(
             "the Update is damaged or cut short: its checksum does not match; ask the sender for it again"
         )
-    _, version, length = _HEAD.unpack_from(data)
+    _, version, length = _HEAD.unpack_from(view)
     if version != VERSION:
-        raise UpdateError(f"the Update has format version {version}, this logra reads {VERSION}: use the same release")
+        raise DamagedUpdateError(
+            f"the Update has format version {version}, this logra reads {VERSION}: use the same release on both sides"
+        )
+    stop = len(view) - _CHECKSUM
     try:
-        header = json.loads(data[_HEAD.size : _HEAD.size + length])
-        fields = {name: _field(header, name, kind) for name, kind in _FIELDS.items()}
-        reader = _Reader(data, _HEAD.size + length, len(data) - _CHECKSUM)
-        factors = {}
-        for entry in header["factors"]:
-            factor = _read_factor(reader, entry, fields["rank"], fields["bits"], factor_type)
-            factors[factor.name] = factor
-        reader.finish()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UpdateError(f"the Update's header is malformed: {error}") from error
-    return update_type(factors=factors, **fields)
+        if _HEAD.size + length > stop:
+            raise ValueError("it is longer than the message")
+        header = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))
+        if not isinstance(header, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise DamagedUpdateError(f"the Update's header is malformed: {error}") from error
+    return header, _Reader(view, _HEAD.size + length, stop)
 
 
 def _field(header: dict[str, Any], name: str, kind: type) -> Any:
     value = header[name]
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}")
+        raise ValueError(f"{name} is {value!r:.40}")
     return value
 
 
-def _read_factor(reader: _Reader, entry: Any, rank: int, bits: int, factor_type: type[Factor]) -> Factor:
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Raise ValueError for values that no sender writes; `UpdateError` for factors beyond the limit of exactness."""
+    for name in ("index", "basis_index"):
+        if not 0 <= fields[name] < _WHOLE:
+            raise ValueError(f"{name} is {fields[name]}")
+    if not -_WHOLE <= fields["seed"] < _WHOLE or not 0 < fields["rank"] < _LIMIT or fields["bits"] not in BITS:
+        raise ValueError(f"seed, rank or bits is out of range: {fields['seed']}, {fields['rank']}, {fields['bits']}")
+    if fields["basis"] not in KINDS or fields["basis"] == "gaussian":
+        raise ValueError(f"the basis {fields['basis']!r:.40} is not known: use the same release on both sides")
+    if not math.isfinite(fields["decay"]):
+        raise ValueError(f"decay is {fields['decay']}")
+    check_exact(fields["bits"], 1, fields["rank"])
+
+
+def _list(header: dict[str, Any], name: str) -> list[Any]:
+    value = header[name]
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is no list")
+    return value
+
+
+def _add(table: dict[str, Any], name: str, value: Any) -> None:
+    if name in table:
+        raise ValueError(f"{name} comes twice")
+    table[name] = value
+
+
+def _table_entry(entry: Any) -> tuple[str, int, int]:
+    if not isinstance(entry, dict):
+        raise ValueError("an entry of the target table is no object")
     name, rows, columns = entry["name"], entry["out"], entry["in"]
-    if bits not in BITS or not isinstance(name, str):
-        raise ValueError(f"{bits} bits, name {name!r}")
-    for size in (rows, columns, rank):
-        if not isinstance(size, int) or not 0 < size < _LIMIT:
-            raise ValueError(f"{name} has a dimension {size!r}")
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise ValueError(f"a name is {name!r:.40}")
+    for size in (rows, columns):
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < _LIMIT:
+            raise ValueError(f"{name} has a dimension {size!r:.40}")
+    return name, rows, columns
+
+
+def _read_factor(reader: _Reader, entry: Any, rank: int, bits: int) -> Factor:
+    name, rows, columns = _table_entry(entry)
     exponent = reader.take((rows,), torch.int8)
     q = reader.take((rows, rank), BITS[bits])
-    basis = reader.take((rank, columns), torch.int8) if entry["explicit"] is True else None
-    return factor_type(name, rows, columns, q, exponent, basis)
+    explicit = entry["explicit"]
+    if not isinstance(explicit, bool):
+        raise ValueError(f"{name} has explicit={explicit!r:.40}")
+    basis = reader.take((rank, columns), torch.int8) if explicit else None
+    if int(exponent.min()) < MIN_EXPONENT or max(int(q.max()), -int(q.min())) > quantize.largest(bits):
+        raise ValueError(f"{name} has factors beyond {bits} bits or an exponent below {MIN_EXPONENT}")
+    if basis is not None:
+        check_exact(bits, 128, rank)
+    return Factor(name, rows, columns, q, exponent, basis)
 
 
 class _Reader:
     """Takes tensors off the payload; the sizes are checked before any memory is asked for."""
 
-    def __init__(self, data: bytes, start: int, stop: int):
+    def __init__(self, data: memoryview, start: int, stop: int):
         self.data, self.position, self.stop = data, start, stop
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        count = int(np.prod(shape, dtype=object))
+        count = math.prod(shape)
         size = count * dtype.itemsize
         if self.position + size > self.stop:
             raise ValueError("the payload is shorter than the header says")
-        kind = {torch.int8: "<i1", torch.int16: "<i2"}[dtype]
+        kind = _TYPES[dtype]
         array = np.frombuffer(self.data, kind, count, self.position).astype(kind.replace("<", "="), copy=True)
         self.position += size
         return torch.from_numpy(array).reshape(shape)
@@ -124,10 +214,6 @@ class _Reader:
             raise ValueError(f"{self.stop - self.position} bytes are left over")
 
 
-def _to_bytes(tensor: Tensor) -> bytes:
+def _to_bytes(tensor: Tensor) -> memoryview:
     array = tensor.detach().cpu().contiguous().numpy()
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _checksum(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECKSUM).digest()
+    return memoryview(array.astype(array.dtype.newbyteorder("<"), copy=False)).cast("B")

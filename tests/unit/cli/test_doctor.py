@@ -59,7 +59,7 @@ def test_switches_and_numbers_are_shown_but_never_a_token():
     ("module", "name", "replacement", "check"),
     [
         ("logra.hashing", "_WEYL_0", 1, doctor.check_philox),
-        ("logra.sketch.update", "apply_update", lambda model, update: None, doctor.check_update),
+        ("logra.sketch.block", "apply_update", lambda model, update: None, doctor.check_update),
         ("logra.sketch.update", "power_of_two", lambda e: torch.rand(len(e)), doctor.check_blocks),
         ("logra.trust.kl", "measure_kl", lambda *a, **k: 1.2e-4, doctor.check_kl),
         ("logra.rl.rewards.pool", "RewardPool", None, doctor.check_rewards),

@@ -9,8 +9,8 @@ import torch
 from logra.errors import NonFiniteError, UpdateError
 from logra.rl.tiny import tiny_model
 from logra.sketch import optimizers
+from logra.sketch.block import digest
 from logra.sketch.sketcher import attach
-from logra.sketch.update import digest
 
 
 def random_sketches(count, d=24, r=8):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from logra.errors import NonFiniteError, UpdateError
 from logra.rl.tiny import tiny_model
 from logra.sketch import quantize
+from logra.sketch.block import apply_update, digest
 from logra.sketch.sketcher import attach
-from logra.sketch.update import Update, apply_block, apply_update, digest
+from logra.sketch.update import Update, apply_block
 
 
 def a_step(model, ids, **options):
@@ -252,7 +253,7 @@ def test_a_forged_checksum_still_meets_every_other_check(data):
         )
     )
     fields = {"index": 0, "basis": "random", "basis_index": 0, "seed": 1, "rank": 4, "bits": 8, "decay": 0.0}
-    fields |= {"factors": [{"name": "w", "out": 2**30, "in": 3, "explicit": True}]}
+    fields |= {"factors": [{"name": "w", "out": 2**30, "in": 3, "explicit": True}], "dense": []}
     fields[data.draw(st.sampled_from(list(fields)))] = junk
     text = json.dumps(fields).encode()
     body = form._HEAD.pack(form.MAGIC, form.VERSION, len(text)) + text + b"x" * 20

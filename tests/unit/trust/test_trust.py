@@ -7,8 +7,8 @@ import torch
 
 from logra.errors import ConfigError, NonFiniteError, UserError
 from logra.rl.tiny import tiny_model
+from logra.sketch.block import digest
 from logra.sketch.sketcher import attach
-from logra.sketch.update import digest
 from logra.trust import kl, probe
 from logra.trust.region import TrustRegion, cosine_budget, step_scale
 

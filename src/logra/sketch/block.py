@@ -1,0 +1,202 @@
+"""Blocks: what every holder of weights has. A block is some rows and columns of one matrix, with exact float32 meaning.
+
+The trainer's targets, a row shard under FSDP2, the slice of a fused parameter in a tensor-parallel engine, a replica on a
+host: all are blocks, and all apply an Update by the same code, bit for bit (design 2.3, 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from logra.errors import UpdateError, WrongBaseError
+from logra.sketch import digest as digests
+from logra.sketch.split import merge, split
+from logra.sketch.targets import clean_name, is_conv1d
+from logra.sketch.update import Update, apply_block
+
+_CHUNK = 1 << 20  # elements merged at once: no full-size float32 temporary exists
+
+
+@dataclass
+class Block:
+    """Rows x columns of one matrix in its logical (out, in) layout; vectors are (n, 1).
+
+    value: (rows, columns), often a view (transposed, or a slice of a fused parameter); float32, or bfloat16 `hi`.
+    residual: int16 `lo` of a bfloat16 value, on any device. Without it a bfloat16 block can be read, not updated.
+    shape: of the whole matrix. row_start, column_start: where the block begins in it.
+    """
+
+    name: str
+    value: Tensor
+    residual: Tensor | None = None
+    shape: tuple[int, int] = (-1, -1)
+    row_start: int = 0
+    column_start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape == (-1, -1):
+            self.shape = (self.value.shape[0], self.value.shape[1])
+        if self.rows.stop > self.shape[0] or self.columns.stop > self.shape[1]:
+            raise UpdateError(f"the block of {self.name} reaches beyond its matrix of {self.shape}")
+
+    @property
+    def rows(self) -> range:
+        return range(self.row_start, self.row_start + self.value.shape[0])
+
+    @property
+    def columns(self) -> range:
+        return range(self.column_start, self.column_start + self.value.shape[1])
+
+    def check(self, update: Update) -> None:
+        """Raise `UpdateError` unless `update` can be applied: the right shape, float32 or split storage."""
+        factor, dense = update.factors.get(self.name), update.dense.get(self.name)
+        if factor is None and dense is None:
+            raise WrongBaseError(f"update {update.index} has nothing for {self.name}: another model, or other targets?")
+        shape = tuple(dense.shape) if dense is not None else (factor.out_features, factor.in_features)  # type: ignore[union-attr]
+        if shape != self.shape:
+            raise WrongBaseError(
+                f"update {update.index} expects {self.name} as {shape[0]} x {shape[1]}, here it is {self.shape}: another model?"
+            )
+        if self.value.dtype != torch.float32 and self.residual is None:
+            raise UpdateError(
+                f"{self.name} is stored as {self.value.dtype}: exact updates need float32 weights, or split ones "
+                "(bfloat16 with their int16 residual)"
+            )
+
+    def apply(self, update: Update, basis: Tensor | None = None) -> None:
+        """Apply the matching part of an Update in place, bit for bit as every other holder does.
+
+        basis: the unscaled (r, columns) block, if it is at hand; else it is drawn. Split blocks are merged, moved and split
+        again by row chunks, with the residual streamed from the host where it lives there.
+        """
+        dense = update.dense.get(self.name)
+        if dense is not None:
+            self.load(dense[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop])
+            return
+        factor = update.factors[self.name]
+        if basis is None:
+            basis = update.basis_block(self.name, self.columns, self.value.device)
+        rows = slice(self.rows.start, self.rows.stop)
+        q, exponent = factor.q[rows].to(self.value.device), factor.exponent[rows].to(self.value.device)
+        with torch.no_grad():
+            if self.residual is None:
+                apply_block(self.value, q, exponent, basis, update.decay)
+                return
+            basis = basis.to(self.value.device, torch.float32)
+            for chunk in self._chunks():
+                master = self._merged(chunk)
+                apply_block(master, q[chunk], exponent[chunk], basis, update.decay)
+                self._store(chunk, master)
+
+    def load(self, master: Tensor) -> None:
+        """Set from float32 values (rows, columns)."""
+        with torch.no_grad():
+            if self.residual is None:
+                self.value.copy_(master)
+                return
+            for chunk in self._chunks():
+                self._store(chunk, master[chunk].to(self.value.device, torch.float32))
+
+    def master(self) -> Tensor:
+        """A float32 copy of the block, on the value's device."""
+        if self.residual is None:
+            return self.value.detach().to(torch.float32, copy=True)
+        result = torch.empty(self.value.shape, dtype=torch.float32, device=self.value.device)
+        for chunk in self._chunks():
+            result[chunk] = self._merged(chunk)
+        return result
+
+    def sums(self) -> digests.Sums:
+        """This block's part of the digest (logra.sketch.digest): parts of disjoint blocks add up."""
+        value = self.value.detach()
+        if self.residual is None and value.dtype == torch.float32:
+            return digests.block_sums(value, self.name, self.row_start, self.column_start)
+        parts = [
+            digests.block_sums(self._merged(chunk), self.name, self.row_start + chunk.start, self.column_start)
+            for chunk in self._chunks()
+        ]
+        return digests.add_sums(*parts)
+
+    def _chunks(self) -> Iterable[slice]:
+        step = max(1, _CHUNK // max(1, self.value.shape[1]))
+        return (slice(start, start + step) for start in range(0, len(self.value), step))
+
+    def _merged(self, chunk: slice) -> Tensor:
+        value = self.value[chunk].detach()
+        if self.residual is None:
+            return value.to(torch.float32)
+        return merge(value, self.residual[chunk].to(value.device, non_blocking=True))
+
+    def _store(self, chunk: slice, master: Tensor) -> None:
+        hi, lo = split(master)
+        assert self.residual is not None
+        self.value[chunk].copy_(hi)
+        self.residual[chunk].copy_(lo, non_blocking=self.residual.is_pinned())
+
+
+def matrix_view(module: nn.Module, parameter: Tensor) -> Tensor:
+    """A parameter as a two-dimensional (out, in) view that shares its memory; vectors are (n, 1)."""
+    data = parameter.detach()
+    if is_conv1d(module) and data.ndim == 2:
+        return data.t()
+    return data.view(data.shape[0] if data.ndim else 1, -1)
+
+
+def blocks_of(
+    model: nn.Module, names: Iterable[str] | None = None, residuals: Mapping[str, Tensor] | None = None
+) -> dict[str, Block]:
+    """Whole matrices of a model by name, views of its memory; all parameters if `names` is None.
+
+    residuals: int16 `lo` of the split ones, in the logical layout. Raises `WrongBaseError` naming what the model lacks.
+    """
+    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
+    chosen = list(parameters if names is None else names)
+    missing = [name for name in chosen if name not in parameters]
+    if missing:
+        raise WrongBaseError(
+            f"this model lacks {', '.join(missing[:3])} ({len(missing)} missing in all): another model?"
+        )
+    residuals = residuals or {}
+    return {
+        name: Block(name, matrix_view(modules[name.rpartition(".")[0]], parameters[name]), residuals.get(name))
+        for name in chosen
+    }
+
+
+def apply_blocks(blocks: Mapping[str, Block], update: Update, bases: Mapping[str, Tensor] | None = None) -> None:
+    """Apply an Update to every block; blocks and Update must name the same matrices. All is checked before one moves."""
+    missing = sorted(set(update.names) - blocks.keys())
+    if missing:
+        raise WrongBaseError(
+            f"update {update.index} moves {missing[0]} and {len(missing) - 1} more that are not held here: another model?"
+        )
+    for block in blocks.values():
+        block.check(update)
+    for name, block in blocks.items():
+        block.apply(update, None if bases is None else bases.get(name))
+    if any(b.residual is not None and b.residual.is_pinned() for b in blocks.values()):
+        torch.cuda.synchronize()  # the host may read residuals from here on
+
+
+def apply_update(model: nn.Module, update: Update) -> None:
+    """Apply an Update to `model` (float32 targets), bit for bit as the trainer did. All is checked before a weight moves."""
+    apply_blocks(blocks_of(model, update.names), update)
+
+
+def digest_blocks(blocks: Mapping[str, Block]) -> str:
+    """Hex digest (128 bits) of whole matrices' names, shapes and float32 values; see `logra.sketch.digest`."""
+    return digests.combine({name: (block.shape, block.sums()) for name, block in blocks.items()})
+
+
+def digest(model: nn.Module, names: Iterable[str] | None = None) -> str:
+    """Hex digest of a model's weights (all if `names` is None): equal digests mean equal weights to the last bit.
+
+    A stale or drifted holder is detected by it, not hoped against. Weights that an attached sketcher holds split must be asked
+    through it (`Sketcher.digest`): the model alone has only their upper halves.
+    """
+    return digest_blocks(blocks_of(model, names))

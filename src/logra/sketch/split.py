@@ -1,0 +1,78 @@
+"""Split weights: the 32 bits of a float32 as a bfloat16 `hi`, which the forward pass uses, and an int16 residual `lo`.
+
+    bits = (hi << 16) + lo,    hi = (bits + 0x8000) >> 16
+
+Exact and reversible for every bit pattern (design 2.4). `hi` is the float32 rounded to bfloat16, halves away from zero, so
+it differs from torch's cast (halves to even) on exact ties only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from logra.errors import ModelError, UpdateError
+from logra.sketch.targets import Target
+
+RESIDUAL = ("device", "cpu")
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """(hi bfloat16, lo int16) of a float32 tensor of any shape."""
+    if value.dtype != torch.float32:
+        raise UpdateError(f"only float32 values can be split, these are {value.dtype}")
+    bits = value.view(torch.int32)
+    hi = ((bits + 0x8000) >> 16).to(torch.int16)  # the sum wraps for a NaN with all bits set, and so does merge
+    lo = (bits - (hi.to(torch.int32) << 16)).to(torch.int16)
+    return hi.view(torch.bfloat16), lo
+
+
+def merge(hi: Tensor, lo: Tensor) -> Tensor:
+    """The float32 tensor that `split` took apart."""
+    bits = (hi.view(torch.int16).to(torch.int32) << 16) + lo.to(hi.device, torch.int32)
+    return bits.view(torch.float32)
+
+
+def check_splittable(targets: Sequence[Target]) -> None:
+    """Raise `ModelError` unless every target is float32, or bfloat16, which has a residual of zero."""
+    for target in targets:
+        if target.weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(
+                f"{target.name} is stored as {target.weight.dtype}: weights='split' takes float32 or bfloat16. Load the "
+                "model with dtype=torch.float32"
+            )
+
+
+def split_targets(
+    targets: Sequence[Target], residual: str, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """Replace each target's weight by its `hi` in place; the residuals (out, in) int16 by name.
+
+    One target at a time, so no second copy of the model exists. residual: "device" keeps them beside the weights, "cpu" in
+    host memory (pinned where there is CUDA). device: where `hi` goes; None: where the weight is.
+    """
+    residuals = {}
+    for target in targets:
+        weight = target.weight
+        if weight.dtype == torch.bfloat16:
+            hi, lo = weight.detach(), torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
+        else:
+            hi, lo = split(weight.detach())
+        target.weight.data = hi if device is None else hi.to(device)
+        lo = lo.to(target.weight.device) if residual == "device" else _to_host(lo, target.weight.device)
+        residuals[target.name] = lo.t() if target.transposed else lo
+    return residuals
+
+
+def _to_host(lo: Tensor, device: torch.device) -> Tensor:
+    host = lo.cpu()
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def merge_targets(targets: Sequence[Target], residuals: dict[str, Tensor]) -> None:
+    """Undo `split_targets`: each weight is float32 again."""
+    for target in targets:
+        lo = residuals.pop(target.name)
+        target.weight.data = merge(target.weight.detach(), lo.t() if target.transposed else lo)
