@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
@@ -21,10 +21,10 @@ from logra.rl.data import PromptSet, build_prompts
 from logra.rl.engines.hf import HFEngine
 from logra.rl.evaluate import EvalResult, evaluate
 from logra.rl.export import export_model
-from logra.rl.methods.base import Method, Schedule
+from logra.rl.methods.base import Method, Schedule, Writer
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
-from logra.rl.models import load_model, prepare, set_chat_template
+from logra.rl.models import load_model, pick_device, prepare, set_chat_template
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.spec import RewardSpec
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
@@ -160,6 +160,7 @@ def build_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to train: the checkpoint's weights on resuming (for lora the base: adapters are in its state)."""
     section = config.model
+    is_split = config.method.weights == "split"
     name, revision = section.name_or_path, section.revision
     if checkpoint is not None and config.method.name != "lora":
         name, revision = str(checkpoint.path / "model"), None
@@ -167,8 +168,9 @@ def build_model(
         name,
         revision=revision,
         attn_implementation=section.attn_implementation,
-        device=section.device,
+        device="cpu" if is_split else section.device,  # split target by target on its way to the device
         seed=config.seed,
+        keep_bfloat16=is_split,
     )
     set_chat_template(tokenizer, section.chat_template)
     return model, tokenizer
@@ -182,6 +184,8 @@ def _reference(model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoin
         reference: nn.Module = copy.deepcopy(model)
     else:
         reference = build_model(config)[0]
+    if config.method.weights == "split":
+        reference.to(pick_device(config.model.device), torch.bfloat16)
     return reference.eval().requires_grad_(False)
 
 
@@ -289,10 +293,15 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
         seed=config.seed,
         optimizer=method.optimizer,
         variant=method.variant,
-        beta2=method.betas[1],
+        betas=method.betas,
         update_ratio=method.update_ratio,
         refresh=method.refresh,
         bits=method.bits,
+        weights=method.weights,
+        residual=method.residual,
+        device=pick_device(config.model.device) if method.weights == "split" else None,
+        dense_params=method.dense_params,
+        dense_schedule=Schedule(method.dense_lr, method.warmup_steps, method.schedule, updates),
         **common,
     )
 
@@ -363,6 +372,7 @@ def _plan(config: cfg.Config) -> Plan:
         aggregation=algorithm.aggregation,
         mask_truncated=algorithm.mask_truncated,
         updates_per_step=algorithm.updates_per_step,
+        mismatch_limit=rollout.mismatch_limit,
         probe_rollouts=config.trust.probe_rollouts,
         probe_max_tokens=config.trust.probe_max_tokens,
         eval_every=evaluation.every if evaluation else 0,
@@ -372,11 +382,12 @@ def _plan(config: cfg.Config) -> Plan:
     )
 
 
-def _model_writer(
-    config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run
-) -> Callable[[nn.Module, Path], None]:
-    def write(model: nn.Module, folder: Path) -> None:
-        export_model(model, tokenizer, folder, card=model_card_facts(config, run))
+def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run) -> Writer:
+    def write(model: nn.Module, folder: Path, masters: Mapping[str, Tensor] | None) -> None:
+        is_bf16 = folder == run.folder.final and config.checkpoint.final_dtype == "bfloat16"
+        dtype = torch.bfloat16 if is_bf16 else None
+        card = model_card_facts(config, run)
+        export_model(model, tokenizer, folder, card=card, dtype=dtype, state_dict=masters)
 
     return write
 

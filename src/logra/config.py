@@ -61,6 +61,22 @@ class Method(Section):
     bits: Literal[8, 15] = 8
     lora_alpha: float | None = None
     """LoRA's alpha; the default is the rank, so that the adapter's scale is 1."""
+    weights: Literal["fp32", "split"] = "fp32"
+    """split: bfloat16 weights for the forward pass, an int16 residual for the rest of the float32; needs model.dtype bfloat16."""
+    residual: Literal["device", "cpu"] = "device"
+    """Where the residual of split weights lives."""
+    dense_params: list[str] = Field(default_factory=list)
+    """logra: what AdamW trains beside the targets: norms, embeddings, head, biases, or ends of module names."""
+    dense_lr: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _only_logra(self) -> Method:
+        if self.name != "logra" and (self.weights == "split" or self.dense_params):
+            what = "weights=split" if self.weights == "split" else "dense_params"
+            raise ValueError(f"{what} belongs to method logra, not to {self.name}: leave it out")
+        if self.residual == "cpu" and self.weights != "split":
+            raise ValueError("residual=cpu needs weights=split: float32 weights have no residual")
+        return self
 
     @model_validator(mode="after")
     def _default_lr(self) -> Method:
@@ -143,6 +159,8 @@ class RolloutSection(Section):
     top_k: int = 0
     batch_size: int | None = Field(default=None, ge=1)
     """Rows generated at once; None: all."""
+    mismatch_limit: float | None = Field(default=0.1, gt=0)
+    """Stop where the log-probs of engine and trainer differ by more, in mean nats a token; None: never."""
 
 
 class Algorithm(Section):
@@ -229,6 +247,34 @@ class Checkpoint(Section):
     every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0: only the final export."""
     keep: int = Field(default=2, ge=1)
+    final_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the final export; checkpoints always hold the float32 weights."""
+
+
+class Journal(Section):
+    """Every applied Update on disk (method logra): the policy at any step, and resuming at the very last one."""
+
+    enabled: bool = True
+    digest_every: int = Field(default=10, ge=0)
+    """Updates between digests of the weights, which every holder then checks; 0: none."""
+    anchor_every: int = Field(default=0, ge=0)
+    """Updates between anchors, full float32 copies of what moves; 0: none."""
+    keep_anchors: int | None = Field(default=None, ge=1)
+    """Drop the history before the oldest of so many anchors; None: keep all."""
+
+
+class Sync(Section):
+    """Serve the journal over HTTP, so that engines and replicas elsewhere follow the run."""
+
+    serve: bool = False
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: any free port; the address and the token's file are printed."""
+    token_file: str | None = None
+    """A file with the bearer token; None: one is made in the run folder. A host that is not loopback needs one given."""
+    subscribers: int = Field(default=0, ge=0)
+    """How many must acknowledge the starting version before the first step."""
+    timeout_s: float = Field(default=600.0, gt=0)
 
 
 class Log(Section):
@@ -255,6 +301,8 @@ class Config(Section):
     train: Train = Field(default_factory=Train)
     eval: Evaluation | None = None
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    journal: Journal = Field(default_factory=Journal)
+    sync: Sync = Field(default_factory=Sync)
     log: Log = Field(default_factory=Log)
 
     @model_validator(mode="after")
@@ -276,9 +324,24 @@ class Config(Section):
                 f"algorithm.advantage={self.algorithm.advantage} compares rollouts of one prompt: use "
                 "rollout.rollouts_per_prompt >= 2, or advantage reinforce++ or running_baseline"
             )
+        if self.method.weights == "split" and self.model.dtype != "bfloat16":
+            raise ValueError(
+                "method.weights=split computes with bfloat16 weights: set model.dtype to bfloat16 (or use weights fp32)"
+            )
+        if self.sync.serve and not self.keeps_journal:
+            raise ValueError(
+                "sync.serve serves the journal: it needs method logra, a basis other than gaussian and journal.enabled"
+            )
+        if self.sync.subscribers and not self.sync.serve:
+            raise ValueError("sync.subscribers waits for subscribers over HTTP: set sync.serve to true")
         if self.train.microbatch_size > total // updates:
             self.train.microbatch_size = total // updates
         return self
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Only logra makes Updates, and those of a gaussian basis cannot be written exactly."""
+        return self.journal.enabled and self.method.name == "logra" and self.method.basis != "gaussian"
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -503,7 +566,9 @@ def identity(config: Config) -> dict[str, Any]:
     dumped = config.model_dump(mode="json")
     for key in ("workers", "timeout_s", "error_limit"):
         del dumped["reward"][key]
-    del dumped["rollout"]["batch_size"]
+    for key in ("batch_size", "mismatch_limit"):
+        del dumped["rollout"][key]
+    del dumped["method"]["residual"]
     return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}
 
 

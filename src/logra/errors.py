@@ -48,5 +48,9 @@ class WrongBaseError(UpdateError):
     """An Update belongs to another run, other starting weights or another model."""
 
 
+class MismatchError(UserError):
+    """Rollout engine and trainer do not hold the same policy, or compute it too differently. Nothing was applied."""
+
+
 class NonFiniteError(LograError, ArithmeticError):
     """A loss, sketch or predicted KL is NaN or infinite. Nothing was applied."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from logra import config as cfg
 from logra.build import build_run
@@ -27,6 +28,16 @@ from logra.sketch.block import digest
 from logra.trust.region import TrustRegion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+SPLIT = {"method.weights": "split", "model.dtype": "bfloat16"}
+KINDS = {
+    "logra": {},
+    "dense": {"method.name": "dense"},
+    "lora": {"method.name": "lora"},
+    "split": SPLIT,
+    "split on the host": SPLIT | {"method.residual": "cpu"},
+    "beside": {"method.dense_params": ["norms", "head"], "method.dense_lr": 1e-3},
+    "split beside": SPLIT | {"method.dense_params": ["embeddings"], "method.dense_lr": 1e-3},
+}
 TIMES = {"step_time", "time/rollout", "memory/peak_bytes"}
 
 
@@ -48,6 +59,10 @@ def train(folder, **flags):
 def records(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def rollouts(lengths):
@@ -135,9 +150,9 @@ def test_a_run_of_constant_rewards_finishes_with_every_step_skipped(tmp_path):
     assert [r["skipped_steps"] for r in records(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("method", ["logra", "dense", "lora"])
-def test_stopped_at_every_step_and_resumed_equals_uninterrupted(method, tmp_path):
-    flags = {"method.name": method, "algorithm.advantage": "running_baseline", "rollout.prompts_per_step": 60}
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_at_every_step_and_resumed_equals_uninterrupted(kind, tmp_path):
+    flags = KINDS[kind] | {"algorithm.advantage": "running_baseline", "rollout.prompts_per_step": 60}
     flags |= {"rollout.rollouts_per_prompt": 1, "method.schedule": "cosine", "method.warmup_steps": 2}
     straight = train(tmp_path / "straight", **flags)  # 4 steps of 60 of 200 prompts: over an epoch boundary
     for stop in (1, 2, 3):
@@ -151,6 +166,7 @@ def test_stopped_at_every_step_and_resumed_equals_uninterrupted(method, tmp_path
         resumed = train(folder, resume="auto", **flags)
         assert digest(resumed) == digest(straight), stop
         assert records(folder) == records(tmp_path / "straight")
+        assert digest(load(folder / "final")) == digest(load(tmp_path / "straight" / "final"))
 
 
 def test_resuming_under_other_settings_is_refused(tmp_path):
@@ -188,9 +204,7 @@ def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path):
         process.communicate(timeout=60)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    from transformers import AutoModelForCausalLM
-
-    assert digest(AutoModelForCausalLM.from_pretrained(folder / "final")) == digest(model)
+    assert digest(load(folder / "final")) == digest(model)
     assert records(folder) == records(tmp_path / "straight")
 
 

@@ -193,7 +193,8 @@ def eval_config(source: Source, recipe: str | None, flags: Sequence[str]) -> cfg
         section["revision"] = None
     if recipe is None and "model.chat_template" not in overrides:
         section["chat_template"] = None  # the exported tokenizer has it; the file it came from may be gone
-    return cfg.make_config({**config.model_dump(), "model": section})
+    method = {**config.model_dump()["method"], "weights": "fp32", "residual": "device"}  # nothing is trained
+    return cfg.make_config({**config.model_dump(), "model": section, "method": method})
 
 
 class _Recorder:

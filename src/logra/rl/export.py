@@ -34,6 +34,7 @@ from logra.rl.files import (
     temporary_sibling,
     write_file,
 )
+from logra.sketch.split import split
 
 PACKAGES = ("logra", "torch", "transformers", "datasets", "peft")
 CITATION = """@misc{logra,
@@ -117,9 +118,15 @@ def _values(
     values = {}
     for names in tied.values():
         value = next((given[name] for name in names if name in given), source[names[0]]).detach()
-        value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        value = _cast(value, dtype) if dtype is not None and value.is_floating_point() else value
         values.update(dict.fromkeys(names, value))
     return base, values
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 to bfloat16 as split weights round, so that an export is what a split trainer or engine computes with."""
+    is_split = dtype == torch.bfloat16 and value.dtype == torch.float32
+    return split(value)[0] if is_split else value.to(dtype)
 
 
 def _merged(model: Any) -> tuple[PreTrainedModel, dict[str, Tensor]]:

@@ -33,10 +33,11 @@ def load_model(
     attn_implementation: str = "sdpa",
     device: str = "auto",
     seed: int = 0,
+    keep_bfloat16: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in float32 and its tokenizer, from a folder, the hub, or `builtin:tiny-llama|tiny-gpt2`.
 
-    Raises `ModelError` if there is no such model, it cannot be read, or it would need remote code.
+    keep_bfloat16: a model that is stored in bfloat16 stays so, which is all that split weights need. Raises `ModelError` if there is no such model, it cannot be read, or it would need remote code.
     """
     if name.startswith(BUILTIN):
         arch = name.removeprefix(BUILTIN).removeprefix("tiny-")
@@ -51,9 +52,12 @@ def load_model(
     options: dict[str, Any] = {"revision": revision} if revision else {}
     hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
     with _named_failure(f"cannot load the model {name!r}", hint):
+        dtype: Any = "auto" if keep_bfloat16 else torch.float32
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attn_implementation, **options
+            path, dtype=dtype, attn_implementation=attn_implementation, **options
         )
+        if model.dtype != torch.bfloat16:
+            model.float()
     with _named_failure(f"cannot load the tokenizer of {name!r}", hint):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     check_finite(model, name)

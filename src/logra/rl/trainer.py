@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from logra.errors import CheckpointError, RewardError
+from logra.errors import CheckpointError, MismatchError, RewardError
 from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages, find_advantage
 from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
 from logra.rl.engines.base import Engine, check_training_sampling
 from logra.rl.evaluate import EvalResult
-from logra.rl.methods.base import Method, StepResult
+from logra.rl.methods.base import Method, StepResult, Writer
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
@@ -43,6 +43,7 @@ class Plan:
     aggregation: str = "token"
     mask_truncated: bool = False
     updates_per_step: int = 1
+    mismatch_limit: float | None = None
     probe_rollouts: int = 2
     probe_max_tokens: int = 4096
     eval_every: int = 0
@@ -57,6 +58,18 @@ class Listener(Protocol):
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def on_eval(self, step: int, result: EvalResult) -> None: ...
+
+
+class Recorder(Protocol):
+    """Keeps what is needed to continue a killed run at its last finished step, and to rebuild the policy at any step."""
+
+    def record(self, update: Any, step: int) -> None:
+        """An Update was applied in this step (1-based); durable when this returns."""
+        ...
+
+    def finish_step(self, step: int, num_updates: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """The step is done; `tensors` and `state` are those of a checkpoint, without the weights."""
+        ...
 
 
 class Trainer:
@@ -76,7 +89,8 @@ class Trainer:
         completions: CompletionsWriter | None = None,
         evaluator: Callable[[], EvalResult] | None = None,
         checkpoints: CheckpointStore | None = None,
-        write_model: Callable[[nn.Module, Path], None] | None = None,
+        write_model: Writer | None = None,
+        recorder: Recorder | None = None,
         reference: nn.Module | None = None,
         listeners: Sequence[Listener] = (),
         identity: Mapping[str, Any] | None = None,
@@ -87,6 +101,7 @@ class Trainer:
         self.prompts, self.sampler, self.rewards, self.pad_id = prompts, sampler, rewards, pad_id
         self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
         self.checkpoints, self.write_model, self.reference = checkpoints, write_model, reference
+        self.recorder = recorder
         self.listeners = list(listeners)
         self.identity = dict(identity or {})  # stored in checkpoints, compared by whoever resumes
         self.device = next(method.model.parameters()).device
@@ -120,11 +135,23 @@ class Trainer:
                 self.evaluate()
             if self.plan.checkpoint_every and (is_last or self.step % self.plan.checkpoint_every == 0):
                 self.save()
+            if self.recorder is not None:
+                self.recorder.finish_step(self.step, self.method.num_updates, *self._state())
 
     def rollout(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Sample; random numbers are keyed by the step, the prompt and the rollout's index."""
+        """Sample; random numbers are keyed by the step, the prompt and the rollout's index.
+
+        Raises `MismatchError` if the engine sampled from another version than the trainer's.
+        """
         sampling = replace(self.plan.sampling, step=self.step)
-        return self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
+        rollouts = self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
+        strange = sorted({r.version for r in rollouts} - {self.method.num_updates})
+        if strange:
+            raise MismatchError(
+                f"step {self.step + 1}: the rollout engine sampled from version {strange[0]} of the policy, the trainer is at "
+                f"{self.method.num_updates}: an update was lost or applied twice; restart the engine and resume the run"
+            )
+        return rollouts
 
     def advantages(self, rollouts: Sequence[Rollout], scores: RewardResult) -> AdvantageResult:
         rewards = _as_tensor(scores.total)
@@ -180,6 +207,7 @@ class Trainer:
 
     def _update_once(self, part: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally) -> StepResult:
         plan, method, own = self.plan, self.method, Tally()
+        tally_is_continued = bool(tally.sums)  # a later update of the same rollouts: the policy has moved on purpose
         method.zero()
         accumulate(
             method.model,
@@ -191,13 +219,27 @@ class Trainer:
             tally=own,
         )
         _merge(own, tally)
+        if not tally_is_continued:
+            self._check_mismatch(own)
         gap = _terminated_gap(own)
         if gap is not None:
             method.observe_mismatch(gap)
         result = method.step(lambda: self.probe(part), plan.loss.temperature)
         if result.applied:
+            if self.recorder is not None and result.message is not None:
+                self.recorder.record(result.message, self.step + 1)
             self.engine.publish(method.num_updates, result.message)
         return result
+
+    def _check_mismatch(self, tally: Tally) -> None:
+        """Stop before a step is taken on rollouts that another policy, or a broken one, must have sampled."""
+        gap, limit = tally.mean("gap_abs", "tokens"), self.plan.mismatch_limit
+        if limit is not None and gap > limit:
+            raise MismatchError(
+                f"step {self.step + 1}: the log-probs of rollout engine and trainer differ by {gap:.3g} nats a token, above "
+                f"rollout.mismatch_limit={limit:g}; nothing was applied. The engine may hold other weights, another dtype or "
+                "another temperature: compare the models, or raise the limit (null turns it off)"
+            )
 
     def probe(self, batch: TrainBatch) -> dict[str, Tensor]:
         """Contexts for the trust region: rollouts of as many different prompts as possible, the same on every run."""
@@ -265,6 +307,11 @@ class Trainer:
         """A checkpoint with all that a bit-identical continuation needs."""
         if self.checkpoints is None:
             return None
+        tensors, state = self._state()
+        return self.checkpoints.save(self.step, tensors=tensors, state=state, write_model=self.export)
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything but the weights that a bit-identical continuation needs."""
         tensors, method_state = self.method.state()
         rng_tensors, rng_values = rng_state()
         state = {
@@ -277,8 +324,7 @@ class Trainer:
             "rng": rng_values,
             "identity": self.identity,
         }
-        named = {f"method.{k}": v for k, v in tensors.items()} | rng_tensors
-        return self.checkpoints.save(self.step, tensors=named, state=state, write_model=self.export)
+        return {f"method.{k}": v for k, v in tensors.items()} | rng_tensors, state
 
     def export(self, folder: Path) -> None:
         """Write the model as it is now, adapters merged, with tokenizer and model card."""

@@ -14,6 +14,8 @@ from logra.errors import CheckpointError
 from logra.sketch.targets import Skipped
 
 Probe = Callable[[], Mapping[str, Tensor]]
+# (model, folder, float32 values by name that replace the model's own, or None)
+Writer = Callable[[nn.Module, Path, Mapping[str, Tensor] | None], None]
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Method(Protocol):
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None: ...
 
-    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
-        """Call `write(model, folder)` with the model as it is now; the writer merges peft adapters."""
+    def export(self, write: Writer, folder: Path) -> None:
+        """Call `write(model, folder, masters)` with the model as it is now; the writer merges peft adapters."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
-from logra.rl.methods.base import Probe, Schedule, StepResult, take
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, take
 from logra.sketch.targets import Skipped, check_float32, select_targets
 
 
@@ -46,20 +46,29 @@ class AdamWMethod:
 
     def step(self, probe: Probe, temperature: float) -> StepResult:
         lr = self.schedule.at(self.num_updates)
+        norm = self.grad_norm()
+        if norm == 0.0:
+            return StepResult(False, {"grad_norm": 0.0, "learning_rate": lr})
+        self.advance(norm, lr)
+        return StepResult(True, {"grad_norm": norm, "learning_rate": lr})
+
+    def grad_norm(self) -> float:
+        """Norm of all gradients; `NonFiniteError` naming the first that is not finite."""
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
         if not norm < float("inf"):
             broken = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "some parameter")
             raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
-        if norm == 0.0:
-            return StepResult(False, {"grad_norm": 0.0, "learning_rate": lr})
+        return norm
+
+    def advance(self, norm: float, lr: float) -> None:
+        """Clip, take AdamW's step, count it, forget the gradients."""
         if self.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, torch.tensor(norm))
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.num_updates += 1
         self.zero()
-        return StepResult(True, {"grad_norm": norm, "learning_rate": lr})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {}
@@ -86,8 +95,8 @@ class AdamWMethod:
             }
         self.num_updates = int(state["num_updates"])
 
-    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
-        write(self.model, folder)
+    def export(self, write: Writer, folder: Path) -> None:
+        write(self.model, folder, None)
 
 
 class DenseMethod(AdamWMethod):

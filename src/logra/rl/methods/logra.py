@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
-from logra.rl.methods.base import Probe, Schedule, StepResult
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer
+from logra.rl.methods.beside import choose_dense, compact_frozen
+from logra.rl.methods.dense import AdamWMethod
+from logra.sketch.block import Block, apply_blocks, blocks_of, digest_blocks
 from logra.sketch.sketcher import Proposal, Sketcher, attach
-from logra.sketch.targets import Skipped
+from logra.sketch.targets import Skipped, select_targets
+from logra.sketch.update import Update
 from logra.trust.kl import measure_kl, predict_kl
 from logra.trust.region import Decision, TrustRegion
 
@@ -20,7 +25,9 @@ from logra.trust.region import Decision, TrustRegion
 class LograMethod:
     """trust: None applies proposals as they are. autocast: probe in bfloat16, as the policy computes.
 
-    options: keyword arguments of `logra.sketch.sketcher.attach`.
+    dense_params: parameters to train by AdamW beside the targets (`logra.rl.methods.beside.choose_dense`), on the learning
+    rate of dense_schedule times the scale of the trust region, which predicts the KL of the targets' step alone; their
+    new values travel whole in the same Update. options: keyword arguments of `logra.sketch.sketcher.attach`.
     """
 
     name = "logra"
@@ -33,18 +40,44 @@ class LograMethod:
         trust: TrustRegion | None = None,
         trust_mode: str = "auto",
         autocast: bool = False,
+        dense_params: Sequence[str] = (),
+        dense_schedule: Schedule | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
         **options: Any,
     ):
         self.model, self.schedule, self.trust, self.trust_mode = model, schedule, trust, trust_mode
         self.autocast = autocast
-        self.sketcher: Sketcher = attach(model, **options)
+        targets = [t.name for t in select_targets(model, options.get("targets"))[0]]
+        dense = choose_dense(model, dense_params, targets)
+        if options.get("weights") == "split":
+            compact_frozen(model, {*targets, *dense})
+        self.sketcher: Sketcher = attach(model, **{"beta2": betas[1], **options})
+        for name, parameter in dense.items():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+            self.sketcher.skipped[:] = [s for s in self.sketcher.skipped if s.name != name]
+        self.beside = None
+        if dense:
+            common = {k: options[k] for k in ("eps", "weight_decay", "max_grad_norm") if k in options}
+            self.beside = AdamWMethod(model, dense, dense_schedule or Schedule(1e-6), betas=betas, **common)
 
     @property
     def num_updates(self) -> int:
         return self.sketcher.update_index
 
+    def blocks(self) -> dict[str, Block]:
+        """Everything that can move, by name: the targets, then what is trained densely beside them."""
+        dense = blocks_of(self.model, list(self.beside.parameters)) if self.beside is not None else {}
+        return self.sketcher.blocks() | dense
+
+    def digest(self) -> str:
+        """Hex digest of everything that can move, the same for every holder of the policy (logra.digest)."""
+        return digest_blocks(self.blocks())
+
     def zero(self) -> None:
         self.sketcher.zero()
+        if self.beside is not None:
+            self.beside.zero()
 
     def observe_mismatch(self, gap: float) -> None:
         if self.trust is not None:
@@ -52,6 +85,7 @@ class LograMethod:
 
     def step(self, probe: Probe, temperature: float) -> StepResult:
         lr = self.schedule.at(self.num_updates)
+        dense_norm = self.beside.grad_norm() if self.beside is not None else 0.0
         proposal = self.sketcher.propose(lr)
         if proposal.is_zero:
             return StepResult(False, {"grad_norm": 0.0, "learning_rate": lr})
@@ -63,7 +97,20 @@ class LograMethod:
             scale = decision.scale
             metrics |= _metrics(decision, self.trust)
         update = self.sketcher.apply(proposal, scale)
+        if self.beside is not None and update is not None:
+            metrics["dense_grad_norm"] = dense_norm
+            update = self._step_beside(self.beside, update, dense_norm, scale)
         return StepResult(True, metrics, update)
+
+    def _step_beside(self, beside: AdamWMethod, update: Update, norm: float, scale: float) -> Update:
+        """AdamW on the dense parameters; the Update with their new values."""
+        beside.advance(norm, beside.schedule.at(beside.num_updates) * scale)
+        values = {name: block.master().cpu() for name, block in blocks_of(self.model, list(beside.parameters)).items()}
+        return dataclasses.replace(update, dense=values)
+
+    def replay(self, update: Update) -> None:
+        """Apply an Update that this run made before it was interrupted; optimizer state comes from elsewhere."""
+        apply_blocks(self.blocks(), update)
 
     def _decide(
         self, trust: TrustRegion, proposal: Proposal, batch: Mapping[str, Tensor], temperature: float
@@ -79,27 +126,41 @@ class LograMethod:
 
     def describe(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[Skipped]]:
         chosen = [(t.name, (t.out_features, t.in_features)) for t in self.sketcher.targets]
+        if self.beside is not None:
+            chosen += [(name, tuple(p.shape)) for name, p in self.beside.parameters.items()]  # type: ignore[misc]
         return chosen, self.sketcher.skipped
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state = self.sketcher.state_dict()
+        state = self.sketcher.state_dict(residuals=False)  # the export holds the float32 values
         tensors = {f"sketcher.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
-        return tensors, {"sketcher": values, "trust": self.trust.state_dict() if self.trust else None}
+        named = {"sketcher": values, "trust": self.trust.state_dict() if self.trust else None}
+        if self.beside is not None:
+            own, named["beside"] = self.beside.state()
+            tensors |= {f"beside.{k}": v for k, v in own.items()}
+        return tensors, named
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        saved = {k.removeprefix("sketcher."): v for k, v in tensors.items() if k.startswith("sketcher.")}
         if (state["trust"] is None) != (self.trust is None):
             raise CheckpointError("the checkpoint was written with another trust.enabled: resume with the same setting")
+        if ("beside" in state) != (self.beside is not None):
+            raise CheckpointError("the checkpoint was written with other method.dense_params: resume with the same")
         try:
-            self.sketcher.load_state_dict({**state["sketcher"], **saved})
+            self.sketcher.load_state_dict({**state["sketcher"], **_below("sketcher.", tensors)})
         except UpdateError as error:
             raise CheckpointError(f"{error}: resume with the settings the run was started with") from error
         if self.trust is not None:
             self.trust.load_state_dict(state["trust"])
+        if self.beside is not None:
+            self.beside.load_state(_below("beside.", tensors), state["beside"])
 
-    def export(self, write: Callable[[nn.Module, Path], None], folder: Path) -> None:
-        write(self.model, folder)
+    def export(self, write: Writer, folder: Path) -> None:
+        is_split = self.sketcher.options["weights"] == "split"
+        write(self.model, folder, self.sketcher.masters() if is_split else None)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _metrics(decision: Decision, trust: TrustRegion) -> dict[str, float]:
