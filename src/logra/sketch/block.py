@@ -78,18 +78,17 @@ class Block:
             self.load(dense[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop])
             return
         factor = update.factors[self.name]
-        if basis is None:
-            basis = update.basis_block(self.name, self.columns, self.value.device)
+        block = update.basis_block(self.name, self.columns, self.value.device) if basis is None else basis
         rows = slice(self.rows.start, self.rows.stop)
         q, exponent = factor.q[rows].to(self.value.device), factor.exponent[rows].to(self.value.device)
         with torch.no_grad():
             if self.residual is None:
-                apply_block(self.value, q, exponent, basis, update.decay)
+                apply_block(self.value, q, exponent, block, update.decay)
                 return
-            basis = basis.to(self.value.device, torch.float32)
+            block = block.to(self.value.device, torch.float32)
             for chunk in self._chunks():
                 master = self._merged(chunk)
-                apply_block(master, q[chunk], exponent[chunk], basis, update.decay)
+                apply_block(master, q[chunk], exponent[chunk], block, update.decay)
                 self._store(chunk, master)
 
     def load(self, master: Tensor) -> None:

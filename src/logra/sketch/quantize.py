@@ -15,6 +15,7 @@ from logra.errors import NonFiniteError, UpdateError
 BITS = {8: torch.int8, 15: torch.int16}
 MIN_EXPONENT = -126  # of a normal float32: products stay out of the subnormal range, where devices differ
 EXACT_LIMIT = 1 << 24
+MAX_EXPONENT = 127 - 24  # sums below 2^24 then stay finite; a step that large is a divergence, not a step
 _CHUNK = 1 << 19  # elements: the generator works on 8-byte words, an eighth as many, which then stay in cache
 
 

@@ -147,7 +147,7 @@ class Sketcher:
         self._check_attached()
         if not math.isfinite(lr):
             raise ConfigError(f"the learning rate must be finite, got {lr}")
-        decay = lr * self.options["weight_decay"]
+        decay = float(lr * self.options["weight_decay"])
         norm = float(torch.linalg.vector_norm(self._sketches))
         if not norm < float("inf"):
             raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
@@ -223,6 +223,8 @@ class Sketcher:
         q, exponent = quantize.quantize(
             proposal.factors, options["bits"], key, *self._row_numbers(), scale=scale * bases.scale(rank)
         )
+        if int(exponent.max()) > quantize.MAX_EXPONENT:
+            raise NonFiniteError("the step is of size 1e30 and more: training has diverged; nothing was applied, lower the lr")
         factors = {
             t.name: Factor(t.name, t.out_features, t.in_features, q[self._rows[t.name]], exponent[self._rows[t.name]])
             for t in self.targets

@@ -24,7 +24,7 @@ from torch import Tensor
 from logra.errors import DamagedUpdateError, UpdateError
 from logra.sketch import quantize
 from logra.sketch.basis import KINDS
-from logra.sketch.quantize import BITS, MIN_EXPONENT, check_exact
+from logra.sketch.quantize import BITS, MAX_EXPONENT, MIN_EXPONENT, check_exact
 from logra.sketch.update import Factor, Update
 
 MAGIC, VERSION = b"LGRU", 2
@@ -42,25 +42,29 @@ _FIELDS = {
 _LIMIT = 1 << 31  # a dimension above this is damage, not a model
 _WHOLE = 1 << 63
 _MAX_NAME = 1024
+_MAX_HEADER = 1 << 26  # bytes; the table of a thousand targets takes a tenth of a MB
 _TYPES = {torch.int8: "<i1", torch.int16: "<i2", torch.float32: "<f4"}
 
 
 def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
-    """Serialise; raises `UpdateError` for a basis that other holders could not reproduce.
+    """Serialise; raises `UpdateError` for what `decode` would refuse, such as a basis that is not bit-portable.
 
     envelope: a JSON object for the header.
     """
     if update.basis == "gaussian":
         raise UpdateError("a gaussian basis is not bit-portable and cannot be sent: use basis='random'")
-    factors = [
-        {"name": f.name, "out": f.out_features, "in": f.in_features, "explicit": f.basis is not None}
-        for f in update.factors.values()
-    ]
-    dense = [{"name": name, "out": value.shape[0], "in": value.shape[1]} for name, value in update.dense.items()]
-    header = {field: getattr(update, field) for field in _FIELDS} | {"factors": factors, "dense": dense}
-    if envelope is not None:
-        header["envelope"] = dict(envelope)
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        fields = {name: _plain(getattr(update, name), kind) for name, kind in _FIELDS.items()}
+        _check_fields(fields)
+        for name, factor in update.factors.items():
+            _check_factor(name, factor, fields["rank"], fields["bits"])
+        for name, value in update.dense.items():
+            _check_dense(name, value)
+        if update.factors.keys() & update.dense.keys():
+            raise ValueError("a name is both a target and dense")
+        text = _header(fields, update, envelope)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UpdateError(f"update {update.index!r:.40} cannot be sent: {error}") from error
     parts = [_HEAD.pack(MAGIC, VERSION, len(text)), text]
     for factor in update.factors.values():
         parts += [_to_bytes(factor.exponent), _to_bytes(factor.q)]
@@ -73,6 +77,21 @@ def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
     return b"".join([*parts, checksum.digest()])
 
 
+def _header(fields: dict[str, Any], update: Update, envelope: Mapping[str, Any] | None) -> bytes:
+    factors = [
+        {"name": f.name, "out": f.out_features, "in": f.in_features, "explicit": f.basis is not None}
+        for f in update.factors.values()
+    ]
+    dense = [{"name": name, "out": value.shape[0], "in": value.shape[1]} for name, value in update.dense.items()]
+    header = fields | {"factors": factors, "dense": dense}
+    if envelope is not None:
+        header["envelope"] = dict(envelope)
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > _MAX_HEADER:
+        raise ValueError(f"its header has {len(text)} bytes")
+    return text
+
+
 def decode(data: bytes) -> Update:
     """Parse and verify; the checksum is tested first, so that damage is always reported as damage."""
     return decode_with_envelope(data)[0]
@@ -80,8 +99,7 @@ def decode(data: bytes) -> Update:
 
 def decode_with_envelope(data: bytes) -> tuple[Update, dict[str, Any] | None]:
     """The Update and the envelope it came in, if any. Raises `DamagedUpdateError`; nothing is half-read."""
-    view = memoryview(data).cast("B")
-    header, reader = _open(view)
+    header, reader = _open(data)
     try:
         fields = {name: _field(header, name, kind) for name, kind in _FIELDS.items()}
         _check_fields(fields)
@@ -92,7 +110,9 @@ def decode_with_envelope(data: bytes) -> tuple[Update, dict[str, Any] | None]:
         dense: dict[str, Tensor] = {}
         for entry in _list(header, "dense"):
             name, rows, columns = _table_entry(entry)
-            _add(dense, name, reader.take((rows, columns), torch.float32))
+            value = reader.take((rows, columns), torch.float32)
+            _check_dense(name, value)
+            _add(dense, name, value)
         reader.finish()
         envelope = header.get("envelope")
         if factors.keys() & dense.keys() or not (envelope is None or isinstance(envelope, dict)):
@@ -102,13 +122,12 @@ def decode_with_envelope(data: bytes) -> tuple[Update, dict[str, Any] | None]:
     return Update(factors=factors, dense=dense, **fields), envelope
 
 
-def peek(data: bytes) -> dict[str, Any]:
-    """The header of a whole, unharmed message, without its tensors."""
-    return _open(memoryview(data).cast("B"))[0]
-
-
-def _open(view: memoryview) -> tuple[dict[str, Any], _Reader]:
+def _open(data: bytes) -> tuple[dict[str, Any], _Reader]:
     """Check magic, checksum and format; the header and a reader of the payload."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise DamagedUpdateError(f"not a logra Update: {type(data).__name__} instead of bytes") from error
     if len(view) < _HEAD.size + _CHECKSUM or view[:4] != MAGIC:
         raise DamagedUpdateError(f"not a logra Update: {len(view)} bytes that do not begin with {MAGIC!r}")
     if hashlib.blake2b(view[:-_CHECKSUM], digest_size=_CHECKSUM).digest() != view[-_CHECKSUM:]:
@@ -122,14 +141,33 @@ def _open(view: memoryview) -> tuple[dict[str, Any], _Reader]:
         )
     stop = len(view) - _CHECKSUM
     try:
-        if _HEAD.size + length > stop:
-            raise ValueError("it is longer than the message")
-        header = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))
+        if _HEAD.size + length > stop or length > _MAX_HEADER:
+            raise ValueError(f"{length} bytes are too long for it")
+        text = bytes(view[_HEAD.size : _HEAD.size + length]).decode("utf-8")
+        header = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
         if not isinstance(header, dict):
             raise ValueError("it is no JSON object")
     except (ValueError, RecursionError) as error:
         raise DamagedUpdateError(f"the Update's header is malformed: {error}") from error
     return header, _Reader(view, _HEAD.size + length, stop)
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key comes twice")
+    return result
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """A field as JSON has it: an exact int, float or str."""
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ValueError(f"a field is {value!r:.40}, not {kind.__name__}")
+    return kind(value)
 
 
 def _field(header: dict[str, Any], name: str, kind: type) -> Any:
@@ -143,14 +181,40 @@ def _check_fields(fields: dict[str, Any]) -> None:
     """Raise ValueError for values that no sender writes; `UpdateError` for factors beyond the limit of exactness."""
     for name in ("index", "basis_index"):
         if not 0 <= fields[name] < _WHOLE:
-            raise ValueError(f"{name} is {fields[name]}")
+            raise ValueError(f"{name} is {fields[name]!r:.40}")
     if not -_WHOLE <= fields["seed"] < _WHOLE or not 0 < fields["rank"] < _LIMIT or fields["bits"] not in BITS:
-        raise ValueError(f"seed, rank or bits is out of range: {fields['seed']}, {fields['rank']}, {fields['bits']}")
+        numbers = ", ".join(f"{fields[name]!r:.40}" for name in ("seed", "rank", "bits"))
+        raise ValueError(f"seed, rank or bits is out of range: {numbers}")
     if fields["basis"] not in KINDS or fields["basis"] == "gaussian":
         raise ValueError(f"the basis {fields['basis']!r:.40} is not known: use the same release on both sides")
-    if not math.isfinite(fields["decay"]):
-        raise ValueError(f"decay is {fields['decay']}")
+    if not 0.0 <= fields["decay"] <= 1.0:
+        raise ValueError(f"decay is {fields['decay']}, not between 0 and 1")
     check_exact(fields["bits"], 1, fields["rank"])
+
+
+def _check_factor(key: str, factor: Factor, rank: int, bits: int) -> None:
+    """Names, shapes, dtypes and ranges of one factor; ValueError says what is wrong."""
+    name, rows, columns = _table_entry({"name": factor.name, "out": factor.out_features, "in": factor.in_features})
+    if key != name or factor.q.dtype != BITS[bits] or factor.exponent.dtype != torch.int8:
+        raise ValueError(f"{name} is filed under {key!r:.40}, or has factors of another type than {bits} bits need")
+    if tuple(factor.q.shape) != (rows, rank) or tuple(factor.exponent.shape) != (rows,):
+        raise ValueError(f"{name} has factors of shape {tuple(factor.q.shape)}, not {(rows, rank)}")
+    if max(int(factor.q.max()), -int(factor.q.min())) > quantize.largest(bits):
+        raise ValueError(f"{name} has factors beyond {bits} bits")
+    if int(factor.exponent.min()) < MIN_EXPONENT or int(factor.exponent.max()) > MAX_EXPONENT:
+        raise ValueError(f"{name} has an exponent beyond {MIN_EXPONENT} to {MAX_EXPONENT}")
+    if factor.basis is not None:
+        if tuple(factor.basis.shape) != (rank, columns) or factor.basis.dtype != torch.int8:
+            raise ValueError(f"{name} has a basis of another shape or type than int8 {(rank, columns)}")
+        check_exact(bits, 128, rank)
+
+
+def _check_dense(name: str, value: Tensor) -> None:
+    if value.ndim != 2:
+        raise ValueError(f"{name} has {value.ndim} dimensions: dense values are (out, in), vectors (n, 1)")
+    _table_entry({"name": name, "out": value.shape[0], "in": value.shape[1]})
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} holds NaN or infinite values")
 
 
 def _list(header: dict[str, Any], name: str) -> list[Any]:
@@ -170,7 +234,7 @@ def _table_entry(entry: Any) -> tuple[str, int, int]:
     if not isinstance(entry, dict):
         raise ValueError("an entry of the target table is no object")
     name, rows, columns = entry["name"], entry["out"], entry["in"]
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
         raise ValueError(f"a name is {name!r:.40}")
     for size in (rows, columns):
         if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < _LIMIT:
@@ -186,11 +250,9 @@ def _read_factor(reader: _Reader, entry: Any, rank: int, bits: int) -> Factor:
     if not isinstance(explicit, bool):
         raise ValueError(f"{name} has explicit={explicit!r:.40}")
     basis = reader.take((rank, columns), torch.int8) if explicit else None
-    if int(exponent.min()) < MIN_EXPONENT or max(int(q.max()), -int(q.min())) > quantize.largest(bits):
-        raise ValueError(f"{name} has factors beyond {bits} bits or an exponent below {MIN_EXPONENT}")
-    if basis is not None:
-        check_exact(bits, 128, rank)
-    return Factor(name, rows, columns, q, exponent, basis)
+    factor = Factor(name, rows, columns, q, exponent, basis)
+    _check_factor(name, factor, rank, bits)
+    return factor
 
 
 class _Reader:
