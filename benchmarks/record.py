@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import logra
-from logra.rl.files import write_atomic
+from logra.files import write_atomic
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,6 +21,7 @@ from logra.rl.data import PromptSet, build_prompts
 from logra.rl.engines.hf import HFEngine
 from logra.rl.evaluate import EvalResult, evaluate
 from logra.rl.export import export_model
+from logra.rl.history import History, find_tail, has_journal, open_journal, replay
 from logra.rl.methods.base import Method, Schedule, Writer
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
@@ -33,6 +34,10 @@ from logra.rl.sources import GENERATED, load_rows
 from logra.rl.step import LossSettings
 from logra.rl.trainer import Plan, Trainer
 from logra.rl.types import Prompt, Sampling
+from logra.sync.http import Server, is_loopback, serve
+from logra.sync.journal import Journal
+from logra.sync.state import TailState
+from logra.sync.token import load_or_make_token
 from logra.trust.region import TrustRegion
 
 logger = logging.getLogger(__name__)
@@ -47,10 +52,13 @@ class Run:
     folder: RunDir
     prompts: PromptSet
     resumed_from: Path | None
+    history: History | None = None
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def fit(self) -> Path:
         """Train, then export the final model; returns its folder."""
+        if self.history is not None:
+            self.history.start(self.config.sync.subscribers, self.config.sync.timeout_s)
         self.trainer.fit()
         self.trainer.export(self.folder.final)
         return self.folder.final
@@ -84,6 +92,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         logger.warning("passed over a checkpoint: %s", note)
     store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
     checkpoint = _read_checkpoint(store, resume, config)
+    tail = _read_tail(folder, checkpoint, config)
     model, tokenizer = build_model(config, checkpoint)
     eval_prompts = build_eval_data(config, tokenizer)
     held_out = {p.token_ids for p in eval_prompts} if config.eval and config.eval.hold_out else set()
@@ -94,6 +103,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     reference = _reference(model, config, checkpoint)
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
+    history = _build_history(config, folder, method, checkpoint, tail, closers)
     engine = build_engine(config, method.model, tokenizer)
     engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
     if config.eval:
@@ -106,10 +116,12 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         config.data.shuffle,
         fingerprint=prompts.fingerprint,
     )
-    run = Run(config, None, folder, prompts, resume, closers=closers)  # type: ignore[arg-type]
+    start = tail or checkpoint
+    resumed_from = resume if tail is None else folder.journal
+    run = Run(config, None, folder, prompts, resumed_from, history, closers=closers)  # type: ignore[arg-type]
     trackers = make_trackers(
         list(config.log.trackers), project=config.log.project, run_name=folder.path.name, folder=folder.path,
-        config=config.model_dump(mode="json"), resume_step=checkpoint.step if checkpoint else None,
+        config=config.model_dump(mode="json"), resume_step=start.step if start else None,
     )  # fmt: skip
     closers += [tracker.close for tracker in trackers]
     run.trainer = Trainer(
@@ -125,13 +137,16 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         evaluator=build_evaluator(config, engine, eval_prompts, rewards) if config.eval else None,
         checkpoints=store,
         write_model=_model_writer(config, tokenizer, run),
+        recorder=history,
         reference=reference,
         listeners=[_TrackerListener(tracker) for tracker in trackers],
         identity=cfg.identity(config),
     )
-    if checkpoint is not None:
-        run.trainer.load(checkpoint.tensors, checkpoint.state)
-        store.discard_after(checkpoint.step)  # a later auto-resume must not pick the abandoned branch
+    if start is not None:
+        run.trainer.load(start.tensors, start.values if isinstance(start, TailState) else start.state)
+        store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
+    if history is not None:
+        history.journal.truncate(method.num_updates)
     folder.rewind(run.trainer.step)
     folder.write_config(cfg.to_yaml(config))
     return run
@@ -146,13 +161,77 @@ def _read_checkpoint(store: CheckpointStore, path: Path | None, config: cfg.Conf
             f"{path} has {checkpoint.step} steps done, more than train.steps={config.train.steps}: raise train.steps, or "
             "resume from an earlier checkpoint"
         )
-    changed = cfg.differences(checkpoint.state["identity"], cfg.identity(config))
+    _check_identity(path, checkpoint.state["identity"], config)
+    return checkpoint
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any], config: cfg.Config) -> None:
+    changed = cfg.differences(identity, cfg.identity(config))
     if changed:
         raise CheckpointError(
             f"{path} was written under another configuration: {'; '.join(changed[:5])}. "
             "Resume with the same values, or start a new run in another output_dir"
         )
-    return checkpoint
+
+
+def _read_tail(folder: RunDir, checkpoint: Checkpoint | None, config: cfg.Config) -> TailState | None:
+    """Where the journal leads beyond the checkpoint; only where the run as such is resumed, not a checkpoint by name."""
+    if has_journal(folder.journal) and not config.keeps_journal:
+        raise ConfigError(f"{folder.path} keeps a journal: resume with journal.enabled, or delete {folder.journal}")
+    is_whole_run = config.resume == "auto" or Path(config.resume).resolve() == folder.path.resolve()
+    if not is_whole_run:
+        return None
+    tail = find_tail(folder.journal, checkpoint.step if checkpoint else 0)
+    if tail is None:
+        return None
+    if tail.step > config.train.steps:
+        raise ConfigError(f"{folder.path} has {tail.step} steps done: raise train.steps={config.train.steps}")
+    _check_identity(folder.journal, tail.values["identity"], config)
+    return tail
+
+
+def _build_history(
+    config: cfg.Config,
+    folder: RunDir,
+    method: Method,
+    checkpoint: Checkpoint | None,
+    tail: TailState | None,
+    closers: list[Callable[[], None]],
+) -> History | None:
+    """The journal, open for writing, with the method's weights brought to the tail; served over HTTP if asked for."""
+    if not config.keeps_journal or not isinstance(method, LograMethod):
+        return None
+    version = int(checkpoint.state["method"]["sketcher"]["update_index"]) if checkpoint else 0
+    model = {"name_or_path": config.model.name_or_path, "revision": config.model.revision}
+    journal = open_journal(
+        folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model
+    )
+    closers.append(journal.close)
+    if tail is not None:
+        replay(journal, method, version, tail)
+    if config.sync.serve:
+        server = _serve(config.sync, folder, journal)
+        closers.append(server.close)
+    section = config.journal
+    return History(
+        journal,
+        method,
+        digest_every=section.digest_every,
+        anchor_every=section.anchor_every,
+        keep_anchors=section.keep_anchors,
+    )
+
+
+def _serve(section: cfg.Sync, folder: RunDir, journal: Journal) -> Server:
+    """A host that is not loopback needs a token file of the user's own; else one is made in the run folder."""
+    given = Path(section.token_file).expanduser() if section.token_file else None
+    if given is not None and not given.is_file():
+        raise ConfigError(f"sync.token_file={given} does not exist: write a token of at least 16 characters into it")
+    path = given or folder.path / "sync_token"
+    token = load_or_make_token(path) if given is not None or is_loopback(section.host) else None
+    server = serve(journal, token, host=section.host, port=section.port)
+    logger.warning("serving policy updates at %s, token in %s", server.url, path)
+    return server
 
 
 def build_model(
@@ -386,26 +465,23 @@ def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: R
     def write(model: nn.Module, folder: Path, masters: Mapping[str, Tensor] | None) -> None:
         is_bf16 = folder == run.folder.final and config.checkpoint.final_dtype == "bfloat16"
         dtype = torch.bfloat16 if is_bf16 else None
-        card = model_card_facts(config, run)
+        card = model_card(config, run.trainer.step, run.evaluations())
         export_model(model, tokenizer, folder, card=card, dtype=dtype, state_dict=masters)
 
     return write
 
 
-def model_card_facts(config: cfg.Config, run: Run) -> dict[str, Any]:
-    """What the model card tells: see `logra.rl.export.model_card`."""
-    evaluations = [
-        {name: value for name, value in record.items() if name.startswith("eval/") and value is not None}
-        for record in run.evaluations()
-    ] or [{}]
+def model_card(config: cfg.Config, steps: int, evaluations: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the model card tells: see `logra.rl.export.model_card`. evaluations: records, the first before training."""
+    shown = [{k: v for k, v in record.items() if k.startswith("eval/") and v is not None} for record in evaluations]
     return {
         "base_model": config.model.name_or_path,
         "dataset": config.data.name,
         "method": config.method.name,
         "settings": config.method.model_dump(mode="json"),
-        "steps": run.trainer.step,
-        "eval_before": evaluations[0],
-        "eval_after": evaluations[-1],
+        "steps": steps,
+        "eval_before": shown[0] if shown else {},
+        "eval_after": shown[-1] if shown else {},
     }
 
 

@@ -15,7 +15,10 @@ from logra.errors import LograError, UserError
 DESCRIPTION = """Reinforcement learning of language models in memory people have: low-rank gradient sketches,
 steps sized by predicted KL, exact updates."""
 
-OPTIONS = ("--help", "--version", "--traceback", "--dry-run", "--plain", "--recipe", "--json", "--output")
+OPTIONS = (
+    "--help", "--version", "--traceback", "--dry-run", "--plain", "--recipe", "--json", "--output", "--step", "--dtype",
+    "--verify", "--compact",
+)  # fmt: skip
 
 
 def _version() -> str:
@@ -59,6 +62,33 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.add_argument("--output", help="also write the responses to this .parquet file")
 
+    checkout = commands.add_parser(
+        "checkout",
+        help="write the policy of any step as a model folder",
+        description="Rebuild the policy after any step of a run, bit for bit, from its journal, and write it as a Hugging "
+        "Face folder.",
+        usage="logra checkout [options] RUN --step N",
+        **strict,
+    )
+    checkout.add_argument("run", help="run folder")
+    checkout.add_argument("--step", type=int, required=True, help="training step; 0 is the model before training")
+    checkout.add_argument("--output", help="folder to write; default: RUN/checkouts/step_N")
+    checkout.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32, which is exact")
+
+    journal = commands.add_parser(
+        "journal",
+        help="show, verify or compact a run's journal",
+        description="Show what a run's journal holds.",
+        usage="logra journal [options] RUN",
+        **strict,
+    )
+    journal.add_argument("run", help="run folder")
+    journal.add_argument("--verify", action="store_true", help="read every update and anchor and check it")
+    journal.add_argument(
+        "--compact", type=int, metavar="STEP", help="drop history that the last anchor before STEP covers"
+    )
+    journal.add_argument("--json", action="store_true", help="print one JSON object")
+
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and machine",
@@ -91,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     own, rest = split_flags(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(own)
-    if rest and arguments.command == "doctor":
+    if rest and arguments.command in ("doctor", "checkout", "journal"):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -117,6 +147,14 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from logra.cli.evaluate import evaluate
 
         return evaluate(arguments.model, arguments.recipe, rest, as_json=arguments.json, output=arguments.output)
+    if arguments.command == "checkout":
+        from logra.cli.checkout import checkout
+
+        return checkout(arguments.run, arguments.step, arguments.output, arguments.dtype)
+    if arguments.command == "journal":
+        from logra.cli.checkout import journal
+
+        return journal(arguments.run, verify=arguments.verify, compact=arguments.compact, as_json=arguments.json)
     from logra.cli.doctor import doctor
 
     return doctor(as_json=arguments.json)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from logra.errors import CheckpointError, ConfigError
-from logra.rl.files import (
+from logra.files import (
     FileLock,
     copy_mode,
     fsync_path,

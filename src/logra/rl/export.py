@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from logra.errors import CheckpointError, ModelError
-from logra.rl.files import (
+from logra.files import (
     copy_mode,
     fsync_path,
     fsync_tree,

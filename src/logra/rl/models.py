@@ -37,7 +37,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in float32 and its tokenizer, from a folder, the hub, or `builtin:tiny-llama|tiny-gpt2`.
 
-    keep_bfloat16: a model that is stored in bfloat16 stays so, which is all that split weights need. Raises `ModelError` if there is no such model, it cannot be read, or it would need remote code.
+    keep_bfloat16: a model that is stored in bfloat16 stays so, which is all that split weights need.
+    Raises `ModelError` if there is no such model, it cannot be read, or it would need remote code.
     """
     if name.startswith(BUILTIN):
         arch = name.removeprefix(BUILTIN).removeprefix("tiny-")

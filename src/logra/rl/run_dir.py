@@ -20,8 +20,8 @@ import pyarrow
 import pyarrow.parquet
 
 from logra.errors import CheckpointError, ConfigError, UserError
+from logra.files import FileLock, write_atomic
 from logra.rl.checkpoint import MANIFEST, CheckpointStore
-from logra.rl.files import FileLock, write_atomic
 from logra.rl.types import Rollout
 
 # A folder with one of these holds something worth keeping: it is a run.

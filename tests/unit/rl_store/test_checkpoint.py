@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from logra import files
 from logra.errors import CheckpointError, ConfigError
-from logra.rl import checkpoint, files
+from logra.rl import checkpoint
 from logra.rl.checkpoint import CheckpointStore, is_whole, restore_rng, rng_state
 
 BOUNDARIES = ["created", "state.safetensors", "state.json", "model", "flushed", "manifest.json"]

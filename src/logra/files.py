@@ -46,6 +46,11 @@ class FileLock:
         self._handle = handle
         _held_locks.add(self)
 
+    @property
+    def held(self) -> bool:
+        """Whether this object holds it."""
+        return self._handle is not None
+
     def release(self) -> None:
         """Give the lock back. Does nothing if it is not held."""
         _held_locks.discard(self)

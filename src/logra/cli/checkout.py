@@ -1,0 +1,225 @@
+"""`logra checkout` and `logra journal`: the policy at any step of a run, and what its journal holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from logra import config as cfg
+from logra.cli.console import Console
+from logra.errors import CheckpointError, UserError
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from logra.rl.run_dir import RunDir
+    from logra.sketch.block import Block
+    from logra.sync.journal import Journal
+    from logra.sync.replica import Replica
+
+
+def checkout(run: str, step: int, output: str | None, dtype: str | None) -> int:
+    """Write the policy after `step` as a Hugging Face folder. Returns the exit code; errors are raised."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    from logra.rl.run_dir import RunDir
+
+    folder = RunDir(Path(run))
+    target = Path(output) if output is not None else folder.path / "checkouts" / f"step_{step}"
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: give another --output, or delete it")
+    config = _config_of(folder)
+    with _journal_of(folder, config) as journal:
+        version = _version_at(journal, folder, step)
+        digest = _write(journal, folder, config, step, version, target, dtype)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"wrote {target}: step {step}, {version} updates, digest {digest}", markup=False)
+    return 0
+
+
+def _config_of(folder: RunDir) -> cfg.Config:
+    if not folder.config.is_file():
+        raise CheckpointError(f"{folder.path} is no run folder: it has no config.yaml")
+    return cfg.load_config(folder.config)
+
+
+def _journal_of(folder: RunDir, config: cfg.Config) -> Journal:
+    from logra.rl.history import has_journal
+    from logra.sync.journal import Journal
+
+    if not has_journal(folder.journal):
+        raise CheckpointError(
+            f"{folder.path} has no journal (method {config.method.name}, journal.enabled {config.journal.enabled}): only its "
+            "checkpoints are there"
+        )
+    return Journal.open(folder.journal)
+
+
+def _version_at(journal: Journal, folder: RunDir, step: int) -> int:
+    """The number of updates after `step`; `CheckpointError` if the run has not got there."""
+    last = last_step(journal, folder)
+    if not 0 <= step <= last:
+        raise CheckpointError(f"{folder.path} has steps 0 to {last}, there is no step {step}")
+    return journal.version_at(step)
+
+
+def last_step(journal: Journal, folder: RunDir) -> int:
+    """The last step that the journal, the metrics or a checkpoint knows of."""
+    from logra.rl.checkpoint import CheckpointStore
+    from logra.rl.run_dir import read_metrics
+
+    state, _ = journal.read_state()
+    steps = [0, *journal.steps(), *CheckpointStore(folder.checkpoints).steps()]
+    steps += [state.step] if state is not None else []
+    if folder.metrics.is_file():
+        steps += [int(r["step"]) for r in read_metrics(folder.metrics) if isinstance(r.get("step"), int)]
+    return max(steps)
+
+
+def _write(
+    journal: Journal, folder: RunDir, config: cfg.Config, step: int, version: int, target: Path, dtype: str | None
+) -> str:
+    """Start from the nearest checkpoint at or before the version, or the base model; apply the Updates; export."""
+    import torch
+
+    from logra.build import model_card
+    from logra.rl.export import export_model
+    from logra.rl.models import load_model, set_chat_template
+    from logra.sketch.block import blocks_of
+    from logra.sync.replay import bring_to
+    from logra.sync.replica import Replica
+
+    info = journal.info()
+    checkpoint, start = _nearest(folder, version)
+    name, revision = (str(checkpoint / "model"), None) if checkpoint else _base(config)
+    model, tokenizer = load_model(name, revision=revision, device="cpu", seed=config.seed)
+    set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
+    blocks = blocks_of(model, [target_name for target_name, _, _ in info.targets])
+    if checkpoint is None and info.origin:  # the base model does not lead to where this journal begins
+        replica = Replica(blocks, version=info.origin, run=info.run, base=info.base)
+        with journal.read_anchor(max(a.version for a in info.anchors if a.version <= version)) as anchor:
+            replica.load_anchor(anchor)
+    else:
+        replica = _replica(journal, blocks, start, name)
+    bring_to(journal, replica, version)
+    card = model_card(config, step)
+    export_model(model, tokenizer, target, card=card, dtype=None if dtype is None else getattr(torch, dtype))
+    return replica.digest()
+
+
+def _replica(journal: Journal, blocks: Mapping[str, Block], start: int, name: str) -> Replica:
+    """Blocks at version `start` of the journal's run."""
+    from logra.errors import UpdateError, WrongBaseError
+    from logra.sync.replica import Replica
+
+    info, head = journal.info(), None
+    with contextlib.suppress(UpdateError):  # compacted away: an anchor leads on then
+        head = journal.head_at(start)
+    try:
+        return Replica(blocks, version=start, run=info.run, base=info.base, head=head)
+    except WrongBaseError as error:
+        raise CheckpointError(
+            f"{name} is not the model this run began with ({error}). Restore it, or choose a step after a checkpoint"
+        ) from error
+
+
+def _base(config: cfg.Config) -> tuple[str, str | None]:
+    return config.model.name_or_path, config.model.revision
+
+
+def _nearest(folder: RunDir, version: int) -> tuple[Path | None, int]:
+    """The unharmed checkpoint with the most updates, at most `version`, and how many; (None, 0) for the base model."""
+    from logra.rl.checkpoint import CheckpointStore, load_checkpoint
+
+    for path in reversed(CheckpointStore(folder.checkpoints).steps().values()):
+        try:
+            state = load_checkpoint(path).state
+        except CheckpointError as error:
+            logger.warning("passed over: %s", error)
+            continue
+        start = int(state["method"]["sketcher"]["update_index"])
+        if start <= version:
+            return path, start
+    return None, 0
+
+
+def journal(run: str, *, verify: bool, compact: int | None, as_json: bool) -> int:
+    """Show what a run's journal holds; read all of it (verify); drop history before an anchor (compact)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    from logra.rl.run_dir import RunDir
+
+    folder = RunDir(Path(run))
+    config = _config_of(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    if compact is not None:
+        with _journal_of(folder, config) as log:
+            version = _version_at(log, folder, compact)
+        _compact(folder, version)
+    with _journal_of(folder, config) as log:
+        facts = _facts(log, folder)
+        if verify:
+            _verify(log)
+            facts["verified"] = "every update and anchor is whole"
+    if as_json:
+        print(json.dumps(facts))
+        return 0
+    table = Table(show_header=False, box=None)
+    for key, value in facts.items():
+        table.add_row(key.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(table)
+    return 0
+
+
+def _compact(folder: RunDir, version: int) -> None:
+    from logra.sync.journal import Journal
+
+    with Journal.open(folder.journal, write=True) as log:
+        log.compact(version)
+
+
+def _verify(log: Journal) -> None:
+    """Read every packet and anchor; each carries its own checksum. Raises `DamagedUpdateError` naming what is damaged."""
+    from logra.errors import DamagedUpdateError
+    from logra.sync.packet import Packet
+
+    info = log.info()
+    if info.problem:
+        raise DamagedUpdateError(info.problem)
+    for index in range(info.first, info.next):
+        Packet.from_bytes(log.read(index))
+    for anchor in info.anchors:
+        log.read_anchor(anchor.version).close()
+
+
+def _facts(log: Journal, folder: RunDir) -> dict[str, Any]:
+    from logra.rl.checkpoint import CheckpointStore
+
+    info = log.info()
+    checkpoints = CheckpointStore(folder.checkpoints).steps()
+    sizes = [sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) for path in checkpoints.values()]
+    facts: dict[str, Any] = {
+        "run": info.run,
+        "last_step": last_step(log, folder),
+        "first_update": info.first,
+        "updates": info.next - info.first,
+        "bytes_per_update": info.packet_bytes,
+        "journal_bytes": sum(f.stat().st_size for f in folder.journal.rglob("*") if f.is_file()),
+        "anchors": [anchor.version for anchor in info.anchors],
+    }
+    if sizes:
+        facts |= {
+            "checkpoint_bytes": max(sizes),
+            "checkpoint_to_update": round(max(sizes) / max(1, info.packet_bytes), 1),
+        }
+    if info.problem:
+        facts["problem"] = info.problem
+    return facts

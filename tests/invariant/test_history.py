@@ -1,0 +1,289 @@
+"""The journal of a run: the policy at any step bit for bit, and a killed run continued at its last finished step."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from logra import config as cfg
+from logra.build import build_run
+from logra.cli.main import main
+from logra.errors import CheckpointError, ConfigError, UpdateError
+from logra.sketch.block import digest
+from logra.sync.journal import Journal
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+TIMES = {"step_time", "time/rollout", "memory/peak_bytes"}
+SMALL = {
+    "train.steps": 4,
+    "eval": None,
+    "rollout.prompts_per_step": 4,
+    "rollout.rollouts_per_prompt": 4,
+    "checkpoint.every": 0,
+    "log.completions": False,
+}
+
+
+def settings(folder, **flags):
+    return cfg.make_config(cfg.apply_overrides(cfg.read_yaml(RECIPE), {"output_dir": str(folder)} | SMALL | flags))
+
+
+def train(folder, stop=None, on_step=None, **flags):
+    """Run; stop: after so many steps of the plan, as a kill would. Returns the trainer."""
+    run = build_run(settings(folder, **flags))
+    try:
+        if on_step is not None:
+            run.trainer.listeners.append(on_step(run))
+        if stop is None:
+            run.fit()
+        else:
+            object.__setattr__(run.trainer.plan, "steps", stop)
+            object.__setattr__(run.trainer.plan, "checkpoint_every", 0)
+            run.trainer.fit()
+        return run.trainer
+    finally:
+        run.close()
+
+
+def records(folder):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+class Digests:
+    """Listens: the digest of all that can move, after each step."""
+
+    def __init__(self, run):
+        self.method, self.found = run.trainer.method, [run.trainer.method.digest()]
+        Digests.last = self.found
+
+    def on_step(self, step, metrics):
+        self.found.append(self.method.digest())
+
+    def on_eval(self, step, result):
+        pass
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"method.weights": "split", "model.dtype": "bfloat16", "method.residual": "cpu"},
+        {"model.name_or_path": "builtin:tiny-gpt2", "method.dense_params": ["norms", "head"]},
+    ],
+    ids=["fp32", "split", "gpt2 with dense parameters"],
+)
+def test_any_step_of_100_is_rebuilt_bit_for_bit(flags, tmp_path, capsys):
+    """Checkpoints every 40 steps, anchors every 30, and neither: the journal leads to every step, from wherever is nearest."""
+    run = tmp_path / "run"
+    flags |= {"train.steps": 100, "checkpoint.every": 40, "journal.anchor_every": 30, "rollout.max_new_tokens": 4}
+    flags |= {"rollout.prompts_per_step": 2}
+    trainer = train(run, on_step=Digests, **flags)
+    digests = Digests.last
+    assert len(digests) == 101 and len(set(digests)) > 50  # a step without signal moves nothing
+    with Journal.open(run / "journal") as journal:
+        names = [name for name, _, _ in journal.info().targets]
+        every = [journal.version_at(step) for step in range(101)]
+        assert [r["num_updates"] for r in records(run)] == every[1:]
+        size = journal.info().packet_bytes
+    chosen = [0, 1, 100, *random.Random(3).sample(range(2, 100), 9)]
+    for step in chosen:
+        folder = tmp_path / f"at{step}"
+        assert main(["checkout", str(run), "--step", str(step), "--output", str(folder)]) == 0
+        assert digest(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), names) == digests[step], step
+        assert digests[step] in capsys.readouterr().out
+    checkpoint = sum(f.stat().st_size for f in (run / "checkpoints").glob("step_100/**/*") if f.is_file())
+    print(f"bytes: {size:,} an update in the journal, {checkpoint:,} a checkpoint: {checkpoint / size:.1f} times")
+    assert trainer.method.digest() == digests[100]
+    assert size < checkpoint
+
+
+@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("weights", ["fp32", "split"])
+def test_resumed_at_the_last_step_without_a_checkpoint_there(every, weights, tmp_path):
+    """Stopped after step 3: only the journal knows of it. The next start continues with step 4, bit for bit."""
+    flags = {"method.weights": weights, "model.dtype": "bfloat16" if weights == "split" else "float32"}
+    straight = train(tmp_path / "straight", **flags)
+    folder = tmp_path / "stopped"
+    train(folder, stop=2, **flags)
+    if every:
+        run = build_run(settings(folder, resume="auto", **flags))
+        run.trainer.save()  # a checkpoint of step 2
+        run.close()
+    train(folder, stop=3, resume="auto", **flags)
+    run = build_run(settings(folder, resume="auto", **flags))
+    assert run.trainer.step == 3
+    run.close()
+    resumed = train(folder, resume="auto", **flags)
+    assert resumed.method.digest() == straight.method.digest()
+    assert records(folder) == records(tmp_path / "straight")
+    with Journal.open(folder / "journal") as one, Journal.open(tmp_path / "straight" / "journal") as other:
+        assert one.next == other.next == straight.method.num_updates
+
+
+def test_going_back_to_a_named_checkpoint_drops_the_later_history(tmp_path):
+    straight = train(tmp_path / "straight")
+    folder = tmp_path / "run"
+    train(folder, **{"checkpoint.every": 2})
+    resumed = train(folder, resume=str(folder / "checkpoints" / "step_2"), **{"checkpoint.every": 2})
+    assert resumed.method.digest() == straight.method.digest()
+    with Journal.open(folder / "journal") as journal:
+        assert journal.next == straight.method.num_updates
+        assert journal.steps() == sorted(set(journal.steps()))
+
+
+def test_a_damaged_state_falls_back_to_the_checkpoint(tmp_path, caplog):
+    straight = train(tmp_path / "straight")
+    folder = tmp_path / "run"
+    train(folder, stop=3)
+    run = build_run(settings(folder, resume="auto"))
+    run.trainer.save()
+    run.close()
+    train(folder, stop=4, resume="auto")
+    state = next((folder / "journal").glob("state_*.safetensors"))
+    state.write_bytes(b"half" + state.read_bytes()[4:])
+    run = build_run(settings(folder, resume="auto"))
+    assert run.trainer.step == 3 and "damaged" in caplog.text
+    run.close()
+    assert train(folder, resume="auto").method.digest() == straight.method.digest()
+
+
+def test_a_new_folder_from_another_runs_checkpoint_begins_its_own_journal(tmp_path):
+    straight = train(tmp_path / "straight", on_step=Digests, **{"checkpoint.every": 2})
+    digests = Digests.last
+    branch = tmp_path / "branch"
+    train(branch, resume=str(tmp_path / "straight" / "checkpoints" / "step_2"), **{"checkpoint.every": 4})
+    with Journal.open(branch / "journal") as journal:
+        info = journal.info()
+        assert info.origin == info.anchors[0].version > 0 and info.base == digests[2]
+    for step in (2, 3, 4):
+        assert main(["checkout", str(branch), "--step", str(step)]) == 0
+        model = AutoModelForCausalLM.from_pretrained(branch / "checkouts" / f"step_{step}", dtype=torch.float32)
+        assert digest(model, straight.method.sketcher.names) == digests[step]
+    assert main(["checkout", str(branch), "--step", "1"]) == 2
+
+
+def test_other_base_weights_are_refused(tmp_path):
+    model, tokenizer = tmp_path / "model", __import__("logra.rl.tiny", fromlist=["x"])
+    tokenizer.char_tokenizer().save_pretrained(model)
+    tokenizer.tiny_model(seed=7, spread=0.1).save_pretrained(model)
+    flags = {"model.name_or_path": str(model)}
+    train(tmp_path / "run", stop=2, **flags)
+    tokenizer.tiny_model(seed=8, spread=0.1).save_pretrained(model)
+    with pytest.raises(UpdateError, match=r"not those that .* began with"):
+        build_run(settings(tmp_path / "run", resume="auto", **flags))
+    assert main(["checkout", str(tmp_path / "run"), "--step", "1"]) == 2
+
+
+def test_a_run_with_a_journal_is_not_continued_without_it(tmp_path):
+    train(tmp_path / "run", stop=2)
+    with pytest.raises(ConfigError, match=r"journal\.enabled"):
+        build_run(settings(tmp_path / "run", resume="auto", **{"journal.enabled": False}))
+
+
+def test_missing_updates_are_an_error(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, **{"checkpoint.every": 4})
+    for segment in (folder / "journal").glob("segment_*"):
+        segment.unlink()
+    (folder / "journal" / "state.json").unlink()
+    with pytest.raises((UpdateError, CheckpointError), match="Updates are missing"):
+        build_run(settings(folder, resume="auto", **{"checkpoint.every": 4, "train.steps": 6}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--step", "9"], "steps 0 to 4"),
+        (["--step", "-1"], "steps 0 to 4"),
+        (["--step", "1", "--output", "{run}/final"], "exists already"),
+    ],
+)
+def test_bad_checkouts(arguments, words, tmp_path, capsys):
+    train(tmp_path / "run")
+    arguments = [a.replace("{run}", str(tmp_path / "run")) for a in arguments]
+    assert main(["checkout", str(tmp_path / "run"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkouts").exists()
+
+
+def test_runs_without_a_journal_say_so(tmp_path, capsys):
+    train(tmp_path / "run", **{"method.name": "dense"})
+    assert not (tmp_path / "run" / "journal").exists()
+    assert main(["checkout", str(tmp_path / "run"), "--step", "1"]) == 2
+    assert "method dense" in capsys.readouterr().err
+    assert main(["journal", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_journal_command(tmp_path, capsys):
+    folder = tmp_path / "run"
+    train(folder, **{"journal.anchor_every": 2, "checkpoint.every": 4})
+    assert main(["journal", str(folder), "--verify", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["updates"] == 4 and facts["anchors"] == [2, 4] and facts["last_step"] == 4 and "verified" in facts
+    assert main(["journal", str(folder), "--compact", "3"]) == 0
+    capsys.readouterr()
+    assert main(["checkout", str(folder), "--step", "1"]) == 2
+    assert "compacted" in capsys.readouterr().err
+    assert main(["checkout", str(folder), "--step", "3"]) == 0
+    segment = max((folder / "journal").glob("segment_*"), key=lambda p: p.stat().st_size)
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(bytes(data))
+    capsys.readouterr()
+    assert main(["journal", str(folder), "--verify"]) == 2
+    assert "update" in capsys.readouterr().err
+
+
+def test_killed_anywhere_and_continued_equals_uninterrupted(tmp_path):
+    """SIGKILL of the real command at random moments, without any checkpoint: weights, metrics and journal bit for bit."""
+    flags = {"train.steps": 12, "rollout.max_new_tokens": 4}
+    straight = train(tmp_path / "straight", **flags)
+    folder = tmp_path / "killed"
+    given = {k: json.dumps(v) for k, v in (SMALL | flags).items()}
+    command = [
+        sys.executable,
+        "-m",
+        "logra",
+        "train",
+        str(RECIPE),
+        "--output_dir",
+        str(folder),
+        "--resume",
+        "auto",
+        "--plain",
+    ]
+    command += [part for key, value in given.items() for part in (f"--{key}", value)]
+    chooser, kills = random.Random(os.getpid()), 0
+    for _ in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        before = done_steps(folder)
+        for _ in range(1200):
+            if done_steps(folder) > before or process.poll() is not None:
+                break
+            time.sleep(0.01)
+        time.sleep(chooser.uniform(0.0, 0.4))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert kills
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    names = straight.method.sketcher.names
+    assert digest(AutoModelForCausalLM.from_pretrained(folder / "final"), names) == straight.method.digest()
+    assert records(folder) == records(tmp_path / "straight")
+    with Journal.open(folder / "journal") as one, Journal.open(tmp_path / "straight" / "journal") as other:
+        assert [one.read(i)[-16:] != b"" for i in range(one.next)] == [True] * other.next
+
+
+def done_steps(folder):
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.is_file() else 0

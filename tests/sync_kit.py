@@ -1,0 +1,171 @@
+"""What the tests of logra.sync share: tiny blocks, random Updates, and child processes that write a journal or follow a log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from logra.sketch.block import Block, apply_blocks, digest_blocks
+from logra.sketch.split import split
+from logra.sketch.update import Factor, Update
+from logra.sync import HttpSource, Journal, MemoryLog, Publisher, Replica, Subscriber
+
+RUN = "0123456789abcdef"
+TOKEN = "a-token-for-tests-only"
+SHAPES = {"layers.0.q.weight": (12, 8), "layers.0.up.weight": (20, 8), "norm.weight": (8, 1)}
+DENSE = "norm.weight"
+TARGETS = [[name, *shape] for name, shape in SHAPES.items()]
+RANK = 4
+
+
+def make_blocks(seed: int = 0, kind: str = "fp32", scale: float = 0.05) -> dict[str, Block]:
+    """The base model: three blocks. kind: fp32, split, or transposed (a view as of a Conv1D)."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = {}
+    for name, shape in SHAPES.items():
+        master = torch.randn(shape, generator=generator) * scale
+        if kind == "split":
+            blocks[name] = Block(name, *split(master))
+        elif kind == "transposed":
+            blocks[name] = Block(name, master.t().contiguous().t())
+        else:
+            blocks[name] = Block(name, master)
+    return blocks
+
+
+def make_update(index: int, salt: int = 0) -> Update:
+    """Update `index`, the same each time for the same salt: integer factors for two matrices, values for the dense one."""
+    generator = torch.Generator().manual_seed(1000 * salt + index)
+    factors = {}
+    for name, (rows, columns) in SHAPES.items():
+        if name != DENSE:
+            q = torch.randint(-127, 128, (rows, RANK), generator=generator).to(torch.int8)
+            exponent = torch.randint(-24, -18, (rows,), generator=generator).to(torch.int8)
+            factors[name] = Factor(name, rows, columns, q, exponent)
+    dense = {DENSE: torch.randn(SHAPES[DENSE], generator=generator)}
+    return Update(index, "random", index, 7, RANK, 8, factors, 1e-3 if index % 3 == 0 else 0.0, dense)
+
+
+def base_digest(seed: int = 0) -> str:
+    return digest_blocks(make_blocks(seed))
+
+
+def digest_at(version: int, salt: int = 0) -> str:
+    """The digest after `version` Updates, found without logra.sync."""
+    blocks = make_blocks()
+    for index in range(version):
+        apply_blocks(blocks, make_update(index, salt))
+    return digest_blocks(blocks)
+
+
+class Trainer:
+    """Applies and publishes the Updates of `make_update` to a log."""
+
+    def __init__(self, log: Journal | MemoryLog, salt: int = 0) -> None:
+        self.log, self.salt = log, salt
+        self.blocks = make_blocks()
+        self.publisher = Publisher(log)
+        self.version = 0
+
+    def go_to(self, version: int) -> None:
+        """Apply, without publishing, what was published before."""
+        while self.version < version:
+            apply_blocks(self.blocks, make_update(self.version, self.salt))
+            self.version += 1
+
+    def train(self, count: int = 1, digest_every: int = 1) -> None:
+        for _ in range(count):
+            update = make_update(self.version, self.salt)
+            apply_blocks(self.blocks, update)
+            digest = digest_blocks(self.blocks) if (self.version + 1) % digest_every == 0 else None
+            self.publisher.publish(update, step=self.version + 1, digest=digest)
+            self.version += 1
+
+    def anchor(self) -> None:
+        self.log.write_anchor(self.version, self.blocks, digest_blocks(self.blocks))
+
+
+def new_journal(folder: Path, **options: int) -> Journal:
+    return Journal.create(folder, run=RUN, base=base_digest(), targets=TARGETS, **options)
+
+
+def new_memory(**options: int) -> MemoryLog:
+    return MemoryLog(run=RUN, base=base_digest(), targets=TARGETS, **options)
+
+
+# --- child processes: `python tests/sync_kit.py ROLE ...`
+
+
+@contextmanager
+def child(*args: object) -> Iterator[subprocess.Popen[str]]:
+    """A child with this file's role; killed at the end if it still runs."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, __file__, *map(str, args)]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _write(folder: str, anchor_every: str) -> None:
+    """Resume the journal as a trainer does: state, else from the start; then train for ever. Prints each version that is kept."""
+    with Journal.open(folder, write=True) as journal:
+        found, reason = journal.read_state()
+        version = found.version if found is not None else 0
+        print("resumed", version, journal.next, journal.repaired or "", "|", reason, flush=True)
+        journal.truncate(version)
+        trainer = Trainer(journal)
+        trainer.go_to(version)
+        if found is not None:
+            assert torch.equal(found.tensors["moment"], torch.full((64,), float(version))), "state of another step"
+        while True:
+            trainer.train()
+            journal.write_state(
+                trainer.version,
+                trainer.version,
+                {"moment": torch.full((64,), float(trainer.version))},
+                {"n": trainer.version},
+            )
+            if trainer.version % int(anchor_every) == 0:
+                trainer.anchor()
+            if trainer.version % (3 * int(anchor_every)) == 0:
+                journal.compact(trainer.version - int(anchor_every))
+            print("kept", trainer.version, flush=True)
+
+
+def _follow(address: str, name: str, until: str) -> None:
+    """Follow a journal's folder, or an http:// address, from the base model; prints each version, and the last digest."""
+    source = HttpSource(address, TOKEN) if address.startswith("http") else Journal.open(address)
+    subscriber = Subscriber(source, Replica(make_blocks(kind="split")), name)
+    subscriber.sync()
+    print("at", subscriber.version, flush=True)
+    while subscriber.version < int(until):
+        subscriber.sync(subscriber.version + 1, 60)
+        print("at", subscriber.version, flush=True)
+    print("digest", subscriber.replica.digest(), flush=True)
+    source.close()
+
+
+def _end_with_parent() -> None:
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _end_with_parent()
+    {"write": _write, "follow": _follow}[sys.argv[1]](*sys.argv[2:])
