@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from logra.errors import CheckpointError, ConfigError
 from logra.integrations.trackers import make_trackers
 from logra.rl.checkpoint import Checkpoint, CheckpointStore
 from logra.rl.data import PromptSet, build_prompts
+from logra.rl.engines.base import Engine
 from logra.rl.engines.hf import HFEngine
 from logra.rl.evaluate import EvalResult, evaluate
 from logra.rl.export import export_model
@@ -25,7 +27,7 @@ from logra.rl.history import History, find_tail, has_journal, open_journal, repl
 from logra.rl.methods.base import Method, Schedule, Writer
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
-from logra.rl.models import load_model, pick_device, prepare, set_chat_template
+from logra.rl.models import BUILTIN, load_model, pick_device, prepare, set_chat_template
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.spec import RewardSpec
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
@@ -104,7 +106,8 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
     history = _build_history(config, folder, method, checkpoint, tail, closers)
-    engine = build_engine(config, method.model, tokenizer)
+    engine = build_engine(config, method, tokenizer, folder, history)
+    closers.append(engine.close)
     engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
     if config.eval:
         longest = max(eval_prompts, key=lambda prompt: len(prompt.token_ids))
@@ -324,13 +327,60 @@ def build_eval_data(config: cfg.Config, tokenizer: PreTrainedTokenizerBase) -> S
     return prompts[: config.eval.num_prompts] if config.eval.num_prompts else prompts
 
 
-def build_engine(config: cfg.Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
+def build_hf_engine(config: cfg.Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
     return HFEngine(
         model,  # type: ignore[arg-type]
         tokenizer,
         batch_size=config.rollout.batch_size,
         autocast=config.model.dtype == "bfloat16",
     )
+
+
+def build_engine(
+    config: cfg.Config, method: Method, tokenizer: PreTrainedTokenizerBase, folder: RunDir, history: History | None
+) -> Engine:
+    """The rollout engine; vLLM takes hold of the base model here and acknowledges it, or the run does not start."""
+    if config.rollout.engine == "hf":
+        return build_hf_engine(config, method.model, tokenizer)
+    assert isinstance(method, LograMethod) and history is not None  # the configuration sees to it
+    from logra.rl.engines.vllm_local import VLLMEngine
+    from logra.rl.engines.vllm_server import VLLMServerEngine
+
+    section, info = config.rollout.vllm, history.journal.info()
+    model = _model_folder(config, method, tokenizer, folder)
+    common: dict[str, Any] = {
+        "run": info.run, "base": info.base, "masters": method.blocks, "digest": method.digest,
+        "transposed": method.transposed(), "digest_every": config.journal.digest_every,
+    }  # fmt: skip
+    if section.url is not None:
+        is_near = is_loopback(urllib.parse.urlsplit(section.url).hostname or "")
+        transfer = folder.path / "transfer" if is_near else None  # else all goes through the connection
+        return VLLMServerEngine(section.url, model, tokenizer, folder=transfer, **common)
+    return VLLMEngine(
+        model,
+        tokenizer,
+        dtype=section.dtype or config.model.dtype,
+        max_model_len=section.max_model_len,
+        max_num_seqs=section.max_num_seqs,
+        memory=section.memory,
+        tensor_parallel_size=section.tensor_parallel_size,
+        enforce_eager=section.enforce_eager,
+        colocated=section.colocated,
+        options=section.options,
+        **common,
+    )
+
+
+def _model_folder(
+    config: cfg.Config, method: LograMethod, tokenizer: PreTrainedTokenizerBase, folder: RunDir
+) -> str:
+    """What vLLM loads: the base model; a built-in one is written out first, as it is now."""
+    name = config.model.name_or_path
+    if not name.startswith(BUILTIN):
+        return name
+    path = folder.path / "rollout_model"
+    method.export(lambda model, to, masters: export_model(model, tokenizer, to, card={}, state_dict=masters), path)  # type: ignore[arg-type,return-value]
+    return str(path)
 
 
 def build_rewards(section: cfg.Rewards) -> RewardPool:
@@ -400,7 +450,7 @@ def build_trust(section: cfg.Trust) -> TrustRegion:
 
 
 def build_evaluator(
-    config: cfg.Config, engine: HFEngine, prompts: Sequence[Prompt], rewards: RewardPool
+    config: cfg.Config, engine: Engine, prompts: Sequence[Prompt], rewards: RewardPool
 ) -> Callable[[], EvalResult]:
     section = config.eval
     assert section is not None

@@ -147,10 +147,29 @@ class Rewards(Section):
     error_limit: float = Field(default=0.5, ge=0, le=1)
 
 
+class Vllm(Section):
+    """The vLLM rollout engine (rollout.engine: vllm). It starts from the base model and follows the trainer by Updates."""
+
+    url: str | None = None
+    """A `vllm serve` to use instead of an engine in this process; its key is in the environment variable VLLM_API_KEY."""
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """None: as model.dtype."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    memory: float = Field(default=0.5, gt=0, le=1)
+    """Share of the accelerator's memory that vLLM may take."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
+    enforce_eager: bool = False
+    colocated: bool = False
+    """Sleep outside rollouts, so that the trainer has the accelerator's memory."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `vllm.LLM`."""
+
+
 class RolloutSection(Section):
     """One step samples prompts_per_step x rollouts_per_prompt responses."""
 
-    engine: Literal["hf"] = "hf"
+    engine: Literal["hf", "vllm"] = "hf"
     prompts_per_step: int = Field(default=8, ge=1)
     rollouts_per_prompt: int = Field(default=8, ge=1)
     max_new_tokens: int = Field(default=256, ge=1)
@@ -161,6 +180,7 @@ class RolloutSection(Section):
     """Rows generated at once; None: all."""
     mismatch_limit: float | None = Field(default=0.1, gt=0)
     """Stop where the log-probs of engine and trainer differ by more, in mean nats a token; None: never."""
+    vllm: Vllm = Field(default_factory=Vllm)
 
 
 class Algorithm(Section):
@@ -327,6 +347,11 @@ class Config(Section):
         if self.method.weights == "split" and self.model.dtype != "bfloat16":
             raise ValueError(
                 "method.weights=split computes with bfloat16 weights: set model.dtype to bfloat16 (or use weights fp32)"
+            )
+        if self.rollout.engine == "vllm" and not self.keeps_journal:
+            raise ValueError(
+                "rollout.engine=vllm follows the trainer by Updates: it needs method logra, a basis other than gaussian and "
+                "journal.enabled"
             )
         if self.sync.serve and not self.keeps_journal:
             raise ValueError(
@@ -566,7 +591,7 @@ def identity(config: Config) -> dict[str, Any]:
     dumped = config.model_dump(mode="json")
     for key in ("workers", "timeout_s", "error_limit"):
         del dumped["reward"][key]
-    for key in ("batch_size", "mismatch_limit"):
+    for key in ("batch_size", "mismatch_limit", "vllm"):
         del dumped["rollout"][key]
     del dumped["method"]["residual"]
     return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}

@@ -62,14 +62,17 @@ def test_unknown_advantage_options_are_refused_at_start(recipe, tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_flipped_bit_in_the_newest_checkpoint_is_passed_over(recipe, tmp_path):
+@pytest.mark.parametrize(("journal", "step"), [(False, 1), (True, 2)])
+def test_a_flipped_bit_in_the_newest_checkpoint_is_passed_over(recipe, tmp_path, journal, step):
+    """The journal leads on from the checkpoint before it to the last step."""
+    recipe["journal"] = {"enabled": journal}
     fit(recipe)
     file = tmp_path / "run" / "checkpoints" / "step_2" / "model" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     run = build_run(cfg.make_config(recipe | {"resume": "auto"}))
-    assert run.trainer.step == 1 and "sha256" in run.folder.skipped[0]
+    assert run.trainer.step == step and "sha256" in run.folder.skipped[0]
     run.close()
 
 

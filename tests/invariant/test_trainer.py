@@ -179,9 +179,10 @@ def test_resuming_under_other_settings_is_refused(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
-    train(tmp_path / "run", **{"train.steps": 2})
+    flags = {"train.steps": 2, "journal.enabled": False}
+    train(tmp_path / "run", **flags)
     (tmp_path / "run" / "checkpoints" / "step_2" / "state.safetensors").write_bytes(b"half")
-    run = build_run(settings(tmp_path / "run", resume="auto"))
+    run = build_run(settings(tmp_path / "run", resume="auto", **flags))
     assert run.trainer.step == 1 and run.folder.skipped
     run.close()
 

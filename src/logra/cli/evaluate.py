@@ -221,7 +221,7 @@ def run_evaluation(config: cfg.Config, version: int) -> tuple[EvalResult, Reward
     model, tokenizer = build.build_model(config)
     prompts = build.build_eval_data(config, tokenizer)
     prepare(model, gradient_checkpointing=False)
-    engine = build.build_engine(config, model, tokenizer)
+    engine = build.build_hf_engine(config, model, tokenizer)
     engine.publish(version, None)
     with build.build_rewards(config.reward) as pool:
         pool.warmup(sorted(prompts[0].columns))

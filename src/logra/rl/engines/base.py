@@ -29,7 +29,15 @@ class Engine(Protocol):
       in a call gets fresh randomness each time.
     """
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Updates in the policy that is sampled now."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """Any id of the vocabulary: it fills places that are masked."""
+        ...
 
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
         """`num_rollouts` rollouts of each prompt, prompt-major: all those of the first prompt come first."""
@@ -37,6 +45,10 @@ class Engine(Protocol):
 
     def publish(self, version: int, update: object | None) -> None:
         """The policy is now `version`: apply `update` (None: the weights are already there); drop caches."""
+        ...
+
+    def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        """Raise `ModelError` if a prompt and `max_new_tokens` do not fit the model."""
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from logra.rl.methods.beside import choose_dense, compact_frozen
 from logra.rl.methods.dense import AdamWMethod
 from logra.sketch.block import Block, apply_blocks, blocks_of, digest_blocks
 from logra.sketch.sketcher import Proposal, Sketcher, attach
-from logra.sketch.targets import Skipped, select_targets
+from logra.sketch.targets import Skipped, clean_name, is_conv1d, select_targets
 from logra.sketch.update import Update
 from logra.trust.kl import measure_kl, predict_kl
 from logra.trust.region import Decision, TrustRegion
@@ -69,6 +69,11 @@ class LograMethod:
         """Everything that can move, by name: the targets, then what is trained densely beside them."""
         dense = blocks_of(self.model, list(self.beside.parameters)) if self.beside is not None else {}
         return self.sketcher.blocks() | dense
+
+    def transposed(self) -> list[str]:
+        """The names among `blocks()` whose parameters are stored in x out (GPT-2's Conv1D)."""
+        conv = {clean_name(name) for name, module in self.model.named_modules() if is_conv1d(module)}
+        return [n for n in self.blocks() if n.endswith(".weight") and n.removesuffix(".weight") in conv]
 
     def digest(self) -> str:
         """Hex digest of everything that can move, the same for every holder of the policy (logra.digest)."""
