@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logra import config as cfg
+from logra.config.yaml_text import _Loader
 from logra.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))
@@ -309,14 +310,14 @@ def test_what_is_written_reads_back_equal(params, text, lr, seed, name):
         data__params=params, data__prompt_prefix=text, data__system_prompt=text, method__lr=lr, seed=seed, log__project=name,
         eval__data={"params": params}, reward__functions=[{"function": "format", "params": params}],
     )  # fmt: skip
-    loaded = yaml.load(cfg.to_yaml(config), Loader=cfg._Loader)
+    loaded = yaml.load(cfg.to_yaml(config), Loader=_Loader)
     assert cfg.make_config(loaded) == config
     assert cfg.to_yaml(cfg.make_config(loaded)) == cfg.to_yaml(config)
 
 
 def test_integer_keys_of_parameters_survive_writing():
     config = make(data__params={"weights": {1: 0.5, 2: 0.5}})
-    assert yaml.load(cfg.to_yaml(config), Loader=cfg._Loader)["data"]["params"] == {"weights": {1: 0.5, 2: 0.5}}
+    assert yaml.load(cfg.to_yaml(config), Loader=_Loader)["data"]["params"] == {"weights": {1: 0.5, 2: 0.5}}
 
 
 # -- identity ------------------------------------------------------------------------------------------------

@@ -1,20 +1,16 @@
-"""The configuration: strict pydantic models, YAML below flags, dotted overrides. Imports no torch.
-
-An unknown key is an error that names the nearest valid one. Scalars are those of YAML 1.2: `1e-6` is a number.
-"""
+"""The schema: strict pydantic models. An unknown key is refused, every value has a type and bounds."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from logra.errors import ConfigError
+
+def nearest(key: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
 
 
 class Section(BaseModel):
@@ -246,7 +242,7 @@ class Evaluation(Section):
     def _known_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
         for key in data:
             if key not in Data.model_fields:
-                raise ValueError(f"{key}: unknown key; {_nearest(key, list(Data.model_fields))}")
+                raise ValueError(f"{key}: unknown key; {nearest(key, list(Data.model_fields))}")
         return data
 
     @model_validator(mode="after")
@@ -367,247 +363,3 @@ class Config(Section):
     def keeps_journal(self) -> bool:
         """Only logra makes Updates, and those of a gaussian basis cannot be written exactly."""
         return self.journal.enabled and self.method.name == "logra" and self.method.basis != "gaussian"
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, which refuses a key given twice.
-
-    YAML 1.1, PyYAML's own, reads 1e-6 as a string, 010 as 8, 1:30 as 90, `on` as true, 2026-01-02 as a date.
-    """
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
-
-
-_FLOAT = re.compile(
-    r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
-)
-for _tag, _pattern, _first in (
-    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
-    ("float", _FLOAT, list("-+0123456789.")),
-    ("merge", re.compile(r"<<$"), ["<"]),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-    keys = [loader.construct_object(key, deep=True) for key in own]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes each string that `_Loader` or a YAML 1.1 reader would take for something else."""
-
-
-def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Line breaks other than \\n come back as \\n unless they are escaped."""
-    style = '"' if {*text} & {*"\r\x85\u2028\u2029"} else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-
-
-def parse_value(text: str) -> Any:
-    """A flag's value: a YAML scalar (number, true, false, null, quoted text), or a list or mapping in [] or {}.
-
-    Anything else is the text itself, with its spaces, colons and # signs; the empty text too.
-    """
-    start = text.strip()[:1]
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
-        return text
-    if isinstance(value, str):
-        return value if start in ("'", '"') else text
-    if value is None:
-        return None if text.strip() in ("~", "null", "Null", "NULL") else text
-    if isinstance(value, bool | int | float):
-        return value
-    return value if start in ("[", "{") else text
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping from a file; `ConfigError` with the line if it is not one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = yaml.load(text, Loader=_Loader)
-    except FileNotFoundError as error:
-        raise ConfigError(f"no recipe at {path}: give the path of a YAML file, such as recipes/demo.yaml") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, it holds {type(data).__name__}")
-    return data
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--section.key value` or `--section.key=value` pairs, as a flat mapping of dotted keys."""
-    result: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--") or len(flag) < 3:
-            raise ConfigError(f"expected --section.key VALUE, got {flag!r}")
-        key, equals, value = flag[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise ConfigError(f"--{key} needs a value")
-            value = rest.pop(0)
-        result[key.replace("-", "_")] = parse_value(value)
-    return result
-
-
-def apply_overrides(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` with dotted keys set; a dotted key through something that is no mapping is refused."""
-    result = _copy(data)
-    for dotted, value in overrides.items():
-        *path, last = dotted.split(".")
-        node: Any = result
-        for part in path:
-            if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-                node = node[int(part)]
-                continue
-            if not isinstance(node, dict):
-                raise ConfigError(f"--{dotted}: {part} is not inside a section")
-            if node.get(part) is None:
-                node[part] = {}
-            node = node[part]
-        if isinstance(node, list) and last.isdigit() and int(last) < len(node):
-            node[int(last)] = value
-        elif isinstance(node, dict):
-            node[last] = value
-        else:
-            raise ConfigError(f"--{dotted}: {'.'.join(path)} is not a section")
-    return result
-
-
-def _copy(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {k: _copy(v) for k, v in node.items()}
-    return [_copy(v) for v in node] if isinstance(node, list) else node
-
-
-def load_config(path: str | Path, arguments: Sequence[str] = ()) -> Config:
-    """Read a recipe, lay the flags over it, validate it whole. `ConfigError` lists every fault with its fix."""
-    return make_config(apply_overrides(read_yaml(path), parse_overrides(arguments)))
-
-
-def make_config(data: dict[str, Any]) -> Config:
-    """Validate a mapping; every fault is listed in one `ConfigError`."""
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
-        raise ConfigError("the configuration is not valid:\n" + "\n".join(f"  - {line}" for line in lines)) from error
-
-
-def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        valid = _valid_keys(detail["loc"][:-1])
-        key = str(detail["loc"][-1])
-        return f"{where}: unknown key; {_known_elsewhere(key) or _elsewhere(key) or _nearest(key, valid)}"
-    if detail["type"] == "missing":
-        return f"{where}: required and not given"
-    message = detail["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(detail["input"], dict) else f" (got {detail['input']!r})"
-    return f"{where}: {message}{given}" if where else message
-
-
-def _nearest(key: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
-
-
-# TRL's flat names, which users bring with them
-FROM_TRL = {
-    "model_name_or_path": "model.name_or_path",
-    "dataset_name": "data.name",
-    "num_generations": "rollout.rollouts_per_prompt",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "per_device_train_batch_size": "train.microbatch_size",
-    "max_steps": "train.steps",
-    "learning_rate": "method.lr",
-    "beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "loss_type": "algorithm.loss",
-    "scale_rewards": "algorithm.advantage_params.scale",
-    "mask_truncated_completions": "algorithm.mask_truncated",
-    "reward_funcs": "reward.functions",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every",
-    "report_to": "log.trackers",
-    "resume_from_checkpoint": "resume",
-}
-
-
-def _known_elsewhere(key: str) -> str:
-    return f"TRL's {key} is {FROM_TRL[key]} here" if key in FROM_TRL else ""
-
-
-def _valid_keys(location: tuple[Any, ...]) -> list[str]:
-    section: Any = Config
-    for part in location:
-        if isinstance(part, int):
-            continue
-        kind = section.model_fields[part].annotation
-        candidates = [kind, *getattr(kind, "__args__", ())]
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
-    return list(section.model_fields)
-
-
-def _elsewhere(key: str) -> str:
-    """Where exactly this key belongs, when it was put in the wrong section."""
-    places = [key] if key in Config.model_fields else []
-    for name, field in Config.model_fields.items():
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields:
-                places.append(f"{name}.{key}")
-    return f"did you mean {' or '.join(places)}?" if places else ""
-
-
-# Sections that decide what a run computes: a checkpoint continues only under the same values.
-IDENTITY = ("seed", "model", "data", "reward", "method", "trust", "rollout", "algorithm")
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """The values that must not change between a checkpoint and its continuation."""
-    dumped = config.model_dump(mode="json")
-    for key in ("workers", "timeout_s", "error_limit"):
-        del dumped["reward"][key]
-    for key in ("batch_size", "mismatch_limit", "vllm"):
-        del dumped["rollout"][key]
-    del dumped["method"]["residual"]
-    return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}
-
-
-def differences(before: Any, after: Any, where: str = "") -> list[str]:
-    """Readable differences between two dumped configurations."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        found = []
-        for key in sorted({*before, *after}):
-            path = f"{where}.{key}" if where else key
-            found += differences(before.get(key), after.get(key), path)
-        return found
-    return [] if before == after else [f"{where} was {before!r}, is {after!r}"]
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to the same value."""
-    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

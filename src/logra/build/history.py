@@ -1,0 +1,104 @@
+"""Where a run continues, and its journal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from logra import config as cfg
+from logra.errors import CheckpointError, ConfigError
+from logra.rl.checkpoint import Checkpoint, CheckpointStore
+from logra.rl.history import History, find_tail, has_journal, open_journal, replay
+from logra.rl.methods.base import Method
+from logra.rl.methods.logra import LograMethod
+from logra.rl.run_dir import RunDir
+from logra.sync.http import Server, is_loopback, serve
+from logra.sync.journal import Journal
+from logra.sync.state import TailState
+from logra.sync.token import load_or_make_token
+
+logger = logging.getLogger(__name__)
+
+
+def read_checkpoint(store: CheckpointStore, path: Path | None, config: cfg.Config) -> Checkpoint | None:
+    if path is None:
+        return None
+    checkpoint = store.load(path)
+    if checkpoint.step > config.train.steps:
+        raise ConfigError(
+            f"{path} has {checkpoint.step} steps done, more than train.steps={config.train.steps}: raise train.steps, or "
+            "resume from an earlier checkpoint"
+        )
+    _check_identity(path, checkpoint.state["identity"], config)
+    return checkpoint
+
+
+def read_tail(folder: RunDir, checkpoint: Checkpoint | None, config: cfg.Config) -> TailState | None:
+    """Where the journal leads beyond the checkpoint; only where the run as such is resumed, not a checkpoint by name."""
+    if has_journal(folder.journal) and not config.keeps_journal:
+        raise ConfigError(f"{folder.path} keeps a journal: resume with journal.enabled, or delete {folder.journal}")
+    is_whole_run = config.resume == "auto" or Path(config.resume).resolve() == folder.path.resolve()
+    if not is_whole_run:
+        return None
+    tail = find_tail(folder.journal, checkpoint.step if checkpoint else 0)
+    if tail is None:
+        return None
+    if tail.step > config.train.steps:
+        raise ConfigError(f"{folder.path} has {tail.step} steps done: raise train.steps={config.train.steps}")
+    _check_identity(folder.journal, tail.values["identity"], config)
+    return tail
+
+
+def build_history(
+    config: cfg.Config,
+    folder: RunDir,
+    method: Method,
+    checkpoint: Checkpoint | None,
+    tail: TailState | None,
+    closers: list[Callable[[], None]],
+) -> History | None:
+    """The journal, open for writing, with the method's weights brought to the tail; served over HTTP if asked for."""
+    if not config.keeps_journal or not isinstance(method, LograMethod):
+        return None
+    version = int(checkpoint.state["method"]["sketcher"]["update_index"]) if checkpoint else 0
+    model = {"name_or_path": config.model.name_or_path, "revision": config.model.revision}
+    journal = open_journal(
+        folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model
+    )
+    closers.append(journal.close)
+    if tail is not None:
+        replay(journal, method, version, tail)
+    if config.sync.serve:
+        server = _serve(config.sync, folder, journal)
+        closers.append(server.close)
+    section = config.journal
+    return History(
+        journal,
+        method,
+        digest_every=section.digest_every,
+        anchor_every=section.anchor_every,
+        keep_anchors=section.keep_anchors,
+    )
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any], config: cfg.Config) -> None:
+    changed = cfg.differences(identity, cfg.identity(config))
+    if changed:
+        raise CheckpointError(
+            f"{path} was written under another configuration: {'; '.join(changed[:5])}. "
+            "Resume with the same values, or start a new run in another output_dir"
+        )
+
+
+def _serve(section: cfg.Sync, folder: RunDir, journal: Journal) -> Server:
+    """A host that is not loopback needs a token file of the user's own; else one is made in the run folder."""
+    given = Path(section.token_file).expanduser() if section.token_file else None
+    if given is not None and not given.is_file():
+        raise ConfigError(f"sync.token_file={given} does not exist: write a token of at least 16 characters into it")
+    path = given or folder.path / "sync_token"
+    token = load_or_make_token(path) if given is not None or is_loopback(section.host) else None
+    server = serve(journal, token, host=section.host, port=section.port)
+    logger.warning("serving policy updates at %s, token in %s", server.url, path)
+    return server

@@ -1,0 +1,126 @@
+"""Model, reference and method from a configuration, and how the model is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from logra import config as cfg
+from logra.rl.checkpoint import Checkpoint
+from logra.rl.methods.base import Method, Schedule
+from logra.rl.methods.dense import DenseMethod, LoraMethod
+from logra.rl.methods.logra import LograMethod
+from logra.rl.models import load_model, pick_device, set_chat_template
+from logra.trust.region import TrustRegion
+
+
+def build_model(
+    config: cfg.Config, checkpoint: Checkpoint | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train: the checkpoint's weights on resuming (for lora the base: adapters are in its state)."""
+    section = config.model
+    is_split = config.method.weights == "split"
+    name, revision = section.name_or_path, section.revision
+    if checkpoint is not None and config.method.name != "lora":
+        name, revision = str(checkpoint.path / "model"), None
+    model, tokenizer = load_model(
+        name,
+        revision=revision,
+        attn_implementation=section.attn_implementation,
+        device="cpu" if is_split else section.device,  # split target by target on its way to the device
+        seed=config.seed,
+        keep_bfloat16=is_split,
+    )
+    set_chat_template(tokenizer, section.chat_template)
+    return model, tokenizer
+
+
+def build_reference(model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None) -> nn.Module | None:
+    """A frozen copy of the starting policy, for the KL term."""
+    if config.algorithm.kl_coef == 0.0:
+        return None
+    if checkpoint is None or config.method.name == "lora":
+        reference: nn.Module = copy.deepcopy(model)
+    else:
+        reference = build_model(config)[0]
+    if config.method.weights == "split":
+        reference.to(pick_device(config.model.device), torch.bfloat16)
+    return reference.eval().requires_grad_(False)
+
+
+def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
+    method = config.method
+    updates = config.train.steps * config.algorithm.updates_per_step
+    assert method.lr is not None  # the configuration resolves it
+    schedule = Schedule(method.lr, method.warmup_steps, method.schedule, updates)
+    common: dict[str, Any] = {
+        "targets": method.targets, "eps": method.eps, "weight_decay": method.weight_decay,
+        "max_grad_norm": method.max_grad_norm,
+    }  # fmt: skip
+    if method.name == "dense":
+        return DenseMethod(model, schedule, betas=method.betas, **common)
+    if method.name == "lora":
+        return LoraMethod(
+            model,
+            schedule,
+            rank=method.rank,
+            alpha=method.lora_alpha,
+            seed=config.seed,
+            betas=method.betas,
+            **common,
+        )
+    return LograMethod(
+        model,
+        schedule,
+        trust=build_trust(config.trust) if config.trust.enabled else None,
+        trust_mode=config.trust.mode,
+        autocast=config.model.dtype == "bfloat16",
+        rank=method.rank,
+        basis=method.basis,
+        seed=config.seed,
+        optimizer=method.optimizer,
+        variant=method.variant,
+        betas=method.betas,
+        update_ratio=method.update_ratio,
+        refresh=method.refresh,
+        bits=method.bits,
+        weights=method.weights,
+        residual=method.residual,
+        device=pick_device(config.model.device) if method.weights == "split" else None,
+        dense_params=method.dense_params,
+        dense_schedule=Schedule(method.dense_lr, method.warmup_steps, method.schedule, updates),
+        **common,
+    )
+
+
+def build_trust(section: cfg.Trust) -> TrustRegion:
+    return TrustRegion(
+        section.budget,
+        start=section.start,
+        final=section.final,
+        steps=section.steps,
+        largest_scale=section.largest_scale,
+        mismatch=section.mismatch,
+        measure_every=section.measure_every,
+        verify=section.verify,
+        tolerance=section.tolerance,
+    )
+
+
+def model_card(config: cfg.Config, steps: int, evaluations: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the model card tells: see `logra.rl.export.model_card`. evaluations: records, the first before training."""
+    shown = [{k: v for k, v in record.items() if k.startswith("eval/") and v is not None} for record in evaluations]
+    return {
+        "base_model": config.model.name_or_path,
+        "dataset": config.data.name,
+        "method": config.method.name,
+        "settings": config.method.model_dump(mode="json"),
+        "steps": steps,
+        "eval_before": shown[0] if shown else {},
+        "eval_after": shown[-1] if shown else {},
+    }
