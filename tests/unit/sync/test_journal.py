@@ -289,6 +289,7 @@ def test_a_full_disk_leaves_nothing_half_appended(folder, monkeypatch, allowed):
         assert segment(folder).stat().st_size == size and journal.next == 2 == reader.info().next
         trainer.publisher.publish(make_update(2), 3)
         assert journal.next == 3 == reader.info().next
+        assert len(list(folder.glob("segment_*"))) == 2  # no file grows over what a reader may have seen
     assert digest_of(folder) == digest_at(3)
 
 
