@@ -171,13 +171,17 @@ def test_a_new_folder_from_another_runs_checkpoint_begins_its_own_journal(tmp_pa
     assert main(["checkout", str(branch), "--step", "1"]) == 2
 
 
-def test_other_base_weights_are_refused(tmp_path):
+@pytest.mark.parametrize("changed", ["model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_other_base_weights_are_refused(tmp_path, changed):
+    """Trained ones, and frozen ones, which no Update would ever show."""
     model, tokenizer = tmp_path / "model", __import__("logra.rl.tiny", fromlist=["x"])
     tokenizer.char_tokenizer().save_pretrained(model)
     tokenizer.tiny_model(seed=7, spread=0.1).save_pretrained(model)
     flags = {"model.name_or_path": str(model)}
     train(tmp_path / "run", stop=2, **flags)
-    tokenizer.tiny_model(seed=8, spread=0.1).save_pretrained(model)
+    other = tokenizer.tiny_model(seed=7, spread=0.1)
+    other.get_parameter(changed).data[3, 5] += 0.01
+    other.save_pretrained(model)
     with pytest.raises(UpdateError, match=r"not those that .* began with"):
         build_run(settings(tmp_path / "run", resume="auto", **flags))
     assert main(["checkout", str(tmp_path / "run"), "--step", "1"]) == 2

@@ -93,6 +93,7 @@ def _write(
 
     from logra.build import model_card
     from logra.rl.export import export_model
+    from logra.rl.history import frozen_digest
     from logra.rl.models import load_model, set_chat_template
     from logra.sketch.block import blocks_of
     from logra.sync.replay import bring_to
@@ -104,6 +105,8 @@ def _write(
     model, tokenizer = load_model(name, revision=revision, device="cpu", seed=config.seed)
     set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
     blocks = blocks_of(model, [target_name for target_name, _, _ in info.targets])
+    if frozen_digest(model, blocks) != info.model.get("frozen"):
+        raise CheckpointError(f"{name} is not the model this run began with: weights that never move differ. Restore it")
     if checkpoint is None and info.origin:  # the base model does not lead to where this journal begins
         replica = Replica(blocks, version=info.origin, run=info.run, base=info.base)
         with journal.read_anchor(max(a.version for a in info.anchors if a.version <= version)) as anchor:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
 from logra.rl.methods.logra import LograMethod
+from logra.sketch.block import digest
+from logra.sketch.targets import clean_name
 from logra.sketch.update import Update
 from logra.sync.journal import HEADER, Journal
 from logra.sync.publisher import Publisher
@@ -29,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 def has_journal(folder: Path) -> bool:
     return (folder / HEADER).is_file()
+
+
+def frozen_digest(model: nn.Module, moving: Collection[str]) -> str:
+    """Digest of the float32 values of every parameter that never moves (a tied one under its first name)."""
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    return digest(model, [name for name in names if name not in moving])
 
 
 def find_tail(folder: Path, after_step: int) -> TailState | None:
@@ -46,8 +54,10 @@ def find_tail(folder: Path, after_step: int) -> TailState | None:
 def open_journal(folder: Path, method: LograMethod, *, version: int, step: int, model: Mapping[str, Any]) -> Journal:
     """The run's journal for writing, made if there is none. The method's weights are those of `version`, after `step`.
 
-    Raises `UpdateError` if the journal began with other weights, or lacks Updates that led to `version`.
+    model: name_or_path and revision; the digest of what never moves is added. Raises `UpdateError` if the journal began with
+    other weights, moving or frozen, or lacks Updates that led to `version`.
     """
+    frozen = frozen_digest(method.model, method.blocks())
     if not has_journal(folder):
         blocks = method.blocks()
         targets = [[name, *block.shape] for name, block in blocks.items()]
@@ -56,7 +66,7 @@ def open_journal(folder: Path, method: LograMethod, *, version: int, step: int, 
             run=secrets.token_hex(16),
             base=method.digest(),
             targets=targets,
-            model=model,
+            model={**model, "frozen": frozen},
             origin=version,
             origin_step=step,
         )
@@ -68,7 +78,7 @@ def open_journal(folder: Path, method: LograMethod, *, version: int, step: int, 
         info = journal.info()
         if journal.repaired:
             logger.warning("%s", journal.repaired)
-        if version == info.origin and method.digest() != info.base:
+        if info.model.get("frozen") != frozen or (version == info.origin and method.digest() != info.base):
             raise UpdateError(
                 f"the weights of {model.get('name_or_path')} are not those that {folder} began with: the base model has "
                 "changed. Restore it, or start a new run in another output_dir"
