@@ -22,10 +22,13 @@ from logra.sync.token import load_or_make_token
 logger = logging.getLogger(__name__)
 
 
-def read_checkpoint(store: CheckpointStore, path: Path | None, config: cfg.Config) -> Checkpoint | None:
+def read_checkpoint(
+    store: CheckpointStore, path: Path | None, config: cfg.Config, verified: Path | None = None
+) -> Checkpoint | None:
+    """The checkpoint at `path`, of the same configuration. verified: one that need not be hashed again."""
     if path is None:
         return None
-    checkpoint = store.load(path)
+    checkpoint = store.load(path, verify=path != verified)
     if checkpoint.step > config.train.steps:
         raise ConfigError(
             f"{path} has {checkpoint.step} steps done, more than train.steps={config.train.steps}: raise train.steps, or "

@@ -83,7 +83,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     for note in folder.skipped:
         logger.warning("passed over a checkpoint: %s", note)
     store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
-    checkpoint = read_checkpoint(store, resume, config)
+    checkpoint = read_checkpoint(store, resume, config, folder.verified)
     tail = read_tail(folder, checkpoint, config)
     model, tokenizer = build_model(config, checkpoint)
     eval_prompts = build_eval_data(config, tokenizer)

@@ -41,6 +41,7 @@ class RunDir:
         self.final = self.path / "final"
         self.report = self.path / "report.html"
         self.skipped: list[str] = []
+        self.verified: Path | None = None  # a checkpoint whose hashes `open` has compared
         self._lock = FileLock(self.path / ".lock")
 
     def open(self, resume: str | Path = "never") -> Path | None:
@@ -105,8 +106,8 @@ class RunDir:
 
     def _resume_from(self, resume: str | Path) -> Path | None:
         if resume == "auto":
-            checkpoint, self.skipped = CheckpointStore(self.checkpoints).latest_with_report()
-            return checkpoint
+            self.verified, self.skipped = CheckpointStore(self.checkpoints).latest_with_report()
+            return self.verified
         checkpoint = None if resume == "never" else find_checkpoint(Path(resume))
         own = checkpoint is not None and checkpoint.resolve().is_relative_to(self.path.resolve())
         if not own and self.holds_run():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logra import hashing
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, take
 from logra.sketch.targets import Skipped, check_float32, select_targets
@@ -182,8 +182,7 @@ def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     """peft's own start (A: Kaiming uniform with a = sqrt 5, B: zero), drawn from a generator of this adapter's own."""
     if "lora_A" not in name:
         return
-    digest = hashlib.blake2b(f"{seed}:adapter:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(hashing.derive_key(seed, "adapter", name) >> 1)
     start = torch.empty(parameter.shape, dtype=torch.float32)
     nn.init.kaiming_uniform_(start, a=5**0.5, generator=generator)
     with torch.no_grad():
