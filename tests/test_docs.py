@@ -97,7 +97,8 @@ def workspace(tmp_path_factory) -> Path:
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     changes = {
         "output_dir": str(folder / "runs" / "tiny"), "train.steps": 2, "threads": 1, "checkpoint.every": 1,
-        "trust.measure_every": 1, "method.dense_params": ["norms"], "algorithm.kl_coef": 0.01, "algorithm.dual_clip": 3.0, "eval.num_prompts": 8,
+        "trust.measure_every": 1, "method.dense_params": ["norms"],
+        "algorithm.kl_coef": 0.01, "algorithm.dual_clip": 3.0, "eval.num_prompts": 8,
     }  # fmt: skip
     run = build_run(cfg.make_config(cfg.apply_overrides(cfg.read_yaml(TINY), changes)))
     try:

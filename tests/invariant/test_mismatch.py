@@ -28,7 +28,8 @@ class CopyEngine(HFEngine):
             module._forward_hooks.clear()
         self.drop, self.honest = drop, honest
 
-    def publish(self, version, update):
+    def publish(self, version, packet):
+        update = packet and packet.update
         if update is not None and update.index == self.drop:
             self.version = version - self.honest
             return

@@ -87,7 +87,7 @@ def assert_samples_the_policy(engine: VLLMServerEngine, trainer: Trainer) -> Non
 
 def test_a_server_follows_the_trainer(url: str, folder: Path, trainer: Trainer, log: tuple[MemoryLog, str]) -> None:
     publisher = Publisher(log[0])
-    engine = VLLMServerEngine(url, folder, char_tokenizer(), patience_s=200, **trainer.engine_arguments())
+    engine = VLLMServerEngine(url, folder, char_tokenizer(), patience_s=200, head=lambda: log[0].head, **trainer.engine_arguments())
     try:
         assert engine.digest() == trainer.base
         assert_samples_the_policy(engine, trainer)
@@ -104,7 +104,7 @@ def test_a_server_follows_the_trainer(url: str, folder: Path, trainer: Trainer, 
             engine.publish(trainer.version + 1, publisher.publish(trainer.step(), trainer.version))
         with pytest.raises(UpdateOrderError, match="anchor"):
             assert_samples_the_policy(engine, trainer)
-        engine.publish(trainer.version, None, head=log[0].head)
+        engine.publish(trainer.version, None)
         assert engine.digest() == trainer.digest()
         assert_samples_the_policy(engine, trainer)
         engine.publish(trainer.version + 1, publisher.publish(trainer.step(), trainer.version))

@@ -30,16 +30,17 @@ def build_engine(
     from logra.rl.engines.vllm_local import VLLMEngine
     from logra.rl.engines.vllm_server import VLLMServerEngine
 
-    section, info = config.rollout.vllm, history.journal.info()
+    section, journal = config.rollout.vllm, history.journal
+    info = journal.info()
     model = _model_folder(config, method, tokenizer, folder)
     common: dict[str, Any] = {
         "run": info.run, "base": info.base, "masters": method.blocks, "digest": method.digest,
-        "transposed": method.transposed(), "digest_every": config.journal.digest_every,
+        "head": lambda: journal.head, "transposed": method.transposed(),
     }  # fmt: skip
     if section.url is not None:
         is_near = is_loopback(urllib.parse.urlsplit(section.url).hostname or "")
         transfer = folder.path / "transfer" if is_near else None  # else all goes through the connection
-        return VLLMServerEngine(section.url, model, tokenizer, folder=transfer, **common)
+        return VLLMServerEngine(section.url, model, tokenizer, folder=transfer, by_index=section.fetch, **common)
     return VLLMEngine(
         model,
         tokenizer,

@@ -148,6 +148,8 @@ class Vllm(Section):
 
     url: str | None = None
     """A `vllm serve` to use instead of an engine in this process; its key is in the environment variable VLLM_API_KEY."""
+    fetch: bool = False
+    """The server fetches updates from sync.serve instead of getting them inside requests."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """None: as model.dtype."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -349,6 +351,8 @@ class Config(Section):
                 "rollout.engine=vllm follows the trainer by Updates: it needs method logra, a basis other than gaussian and "
                 "journal.enabled"
             )
+        if self.rollout.vllm.fetch and not (self.rollout.vllm.url and self.sync.serve):
+            raise ValueError("rollout.vllm.fetch lets a server fetch updates: it needs rollout.vllm.url and sync.serve")
         if self.sync.serve and not self.keeps_journal:
             raise ValueError(
                 "sync.serve serves the journal: it needs method logra, a basis other than gaussian and journal.enabled"

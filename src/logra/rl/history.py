@@ -21,6 +21,7 @@ from logra.sketch.block import digest
 from logra.sketch.targets import clean_name
 from logra.sketch.update import Update
 from logra.sync.journal import HEADER, Journal
+from logra.sync.packet import Packet
 from logra.sync.publisher import Publisher
 from logra.sync.replay import bring_to
 from logra.sync.replica import Replica
@@ -136,15 +137,16 @@ class History:
         if subscribers:
             self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
 
-    def record(self, update: Update, step: int) -> None:
+    def record(self, update: Update, step: int) -> Packet:
         version = update.index + 1
         is_anchor = self.anchor_every > 0 and version % self.anchor_every == 0
         is_digest = self.digest_every > 0 and version % self.digest_every == 0
         digest = self.method.digest() if is_anchor or is_digest else None
-        self.publisher.publish(update, step, digest)
+        packet = self.publisher.publish(update, step, digest)
         if is_anchor and digest is not None:
             self.journal.write_anchor(version, self.method.blocks(), digest)
             self._drop_old()
+        return packet
 
     def finish_step(self, step: int, num_updates: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.journal.write_state(step, num_updates, tensors, state)

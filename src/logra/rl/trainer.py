@@ -63,8 +63,8 @@ class Listener(Protocol):
 class Recorder(Protocol):
     """Keeps what is needed to continue a killed run at its last finished step, and to rebuild the policy at any step."""
 
-    def record(self, update: Any, step: int) -> None:
-        """An Update was applied in this step (1-based); durable when this returns."""
+    def record(self, update: Any, step: int) -> Any:
+        """An Update was applied in this step (1-based); durable when this returns. Gives what engines are sent."""
         ...
 
     def finish_step(self, step: int, num_updates: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -226,9 +226,10 @@ class Trainer:
             method.observe_mismatch(gap)
         result = method.step(lambda: self.probe(part), plan.loss.temperature)
         if result.applied:
-            if self.recorder is not None and result.message is not None:
-                self.recorder.record(result.message, self.step + 1)
-            self.engine.publish(method.num_updates, result.message)
+            message = result.message
+            if self.recorder is not None and message is not None:
+                message = self.recorder.record(message, self.step + 1)
+            self.engine.publish(method.num_updates, message)
         return result
 
     def _check_mismatch(self, tally: Tally) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from logra.errors import UpdateError, WrongBaseError
 from logra.sketch import digest as digests
-from logra.sketch.split import merge, split
+from logra.sketch.split import bind, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
 from logra.sketch.update import Update, apply_block
 
@@ -61,10 +61,11 @@ class Block:
             raise WrongBaseError(
                 f"update {update.index} expects {self.name} as {shape[0]} x {shape[1]}, here it is {self.shape}: another model?"
             )
-        if self.value.dtype != torch.float32 and self.residual is None:
+        self._check_bound()
+        if self.residual is None and self.value.dtype != torch.float32:
             raise UpdateError(
-                f"{self.name} is stored as {self.value.dtype}: exact updates need float32 weights, or split ones "
-                "(bfloat16 with their int16 residual)"
+                f"{self.name} is stored as {self.value.dtype}: exact updates need float32 weights, or split ones (bfloat16 "
+                "with their int16 residual; those of an attached model are in Sketcher.blocks())"
             )
 
     def apply(self, update: Update, basis: Tensor | None = None) -> None:
@@ -90,6 +91,7 @@ class Block:
                 master = self._merged(chunk)
                 apply_block(master, q[chunk], exponent[chunk], block, update.decay)
                 self._store(chunk, master)
+            bind(self.value, self.residual)
 
     def load(self, master: Tensor) -> None:
         """Set from float32 values (rows, columns)."""
@@ -99,11 +101,13 @@ class Block:
                 return
             for chunk in self._chunks():
                 self._store(chunk, master[chunk].to(self.value.device, torch.float32))
+            bind(self.value, self.residual)
 
     def master(self) -> Tensor:
         """A float32 copy of the block, on the value's device."""
         if self.residual is None:
             return self.value.detach().to(torch.float32, copy=True)
+        self._check_bound()
         result = torch.empty(self.value.shape, dtype=torch.float32, device=self.value.device)
         for chunk in self._chunks():
             result[chunk] = self._merged(chunk)
@@ -114,11 +118,16 @@ class Block:
         value = self.value.detach()
         if self.residual is None and value.dtype == torch.float32:
             return digests.block_sums(value, self.name, self.row_start, self.column_start)
+        self._check_bound()
         parts = [
             digests.block_sums(self._merged(chunk), self.name, self.row_start + chunk.start, self.column_start)
             for chunk in self._chunks()
         ]
         return digests.add_sums(*parts)
+
+    def _check_bound(self) -> None:
+        if self.residual is not None:
+            check_bound(self.name, self.value, self.residual)
 
     def _chunks(self) -> Iterable[slice]:
         step = max(1, _CHUNK // max(1, self.value.shape[1]))

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from logra.errors import ModelError
+
 
 class Tap(torch.autograd.Function):
     """Identity on the layer output; its backward adds scale * H^T Xp to a (d, r) float32 buffer."""
@@ -72,8 +74,8 @@ def tap_layer(
 ) -> RemovableHandle:
     """Hook one layer. `basis()` gives the unscaled (r, k) block in force, `sketch()` its (d, r) buffer."""
 
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
+    def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        if owner is not module or not torch.is_grad_enabled():  # a deep copy of the model shares its hooks
             return None
         x = args[0] if args else kwargs["input"]
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -81,10 +83,25 @@ def tap_layer(
             projected_Nr = functional.linear(x_Nk, basis().to(output.dtype))
         return Tap.apply(output, anchor, projected_Nr, sketch(), scale, note)
 
-    hook.is_logra_tap = True  # type: ignore[attr-defined]
+    hook.tapped = module  # type: ignore[attr-defined]
     return module.register_forward_hook(hook, with_kwargs=True)
 
 
 def is_tapped(module: nn.Module) -> bool:
     """Does a sketcher already listen to this layer?"""
-    return any(getattr(hook, "is_logra_tap", False) for hook in module._forward_hooks.values())
+    return any(getattr(hook, "tapped", None) is module for hook in module._forward_hooks.values())
+
+
+def guard_dtype(module: nn.Module, name: str) -> RemovableHandle:
+    """Split weights compute in bfloat16: `ModelError` with the fix, where torch would only name two types."""
+
+    def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        weight = owner.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ModelError(
+                f"{name} is split, its forward pass is in {weight.dtype}, but its input is {x.dtype}: run the model (and "
+                "predict_kl, measure_kl) under torch.autocast(device, torch.bfloat16), or load all of it in bfloat16"
+            )
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)

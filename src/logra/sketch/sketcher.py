@@ -8,7 +8,7 @@ the second moment only when it is applied; a sketch that is exactly zero moves n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
 from logra.sketch.block import Block, apply_blocks, digest_blocks
-from logra.sketch.split import RESIDUAL, check_splittable, merge_targets, split_targets
+from logra.sketch.split import RESIDUAL, bind, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
 
@@ -59,9 +59,11 @@ class Sketcher:
         skipped: list[Skipped],
         options: dict[str, Any],
         residuals: dict[str, Tensor] | None = None,
+        dtypes: dict[str, torch.dtype] | None = None,
     ):
         self.model, self.targets, self.skipped = model, targets, skipped
         self._residuals = residuals or {}  # int16 (out, in), of split weights
+        self._dtypes = dtypes or {}  # of the targets before they were split
         self.options = options
         self.rank: int = options["rank"]
         self.update_index = 0
@@ -93,6 +95,8 @@ class Sketcher:
         anchor = torch.zeros((), device=self.targets[0].weight.device, requires_grad=True)
         for target in self.targets:
             name = target.name
+            if self._residuals:
+                self._handles.append(capture.guard_dtype(target.module, name))
             self._handles.append(
                 capture.tap_layer(
                     target.module,
@@ -224,7 +228,9 @@ class Sketcher:
             proposal.factors, options["bits"], key, *self._row_numbers(), scale=scale * bases.scale(rank)
         )
         if int(exponent.max()) > quantize.MAX_EXPONENT:
-            raise NonFiniteError("the step is of size 1e30 and more: training has diverged; nothing was applied, lower the lr")
+            raise NonFiniteError(
+                "the step is of size 1e30 and more: training has diverged; nothing was applied, lower the lr"
+            )
         factors = {
             t.name: Factor(t.name, t.out_features, t.in_features, q[self._rows[t.name]], exponent[self._rows[t.name]])
             for t in self.targets
@@ -264,6 +270,16 @@ class Sketcher:
             master = Block(target.name, target.matrix(), self._residuals[target.name]).master().cpu()
             result[target.name] = master.t() if target.transposed else master
         return result
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Set targets to float32 values, laid out as `masters()` gives them; the way to load weights after attaching."""
+        blocks = self.blocks()
+        for name, value in masters.items():
+            target = self._by_name.get(name)
+            if target is None or tuple(value.shape) != tuple(target.weight.shape) or value.dtype != torch.float32:
+                raise UpdateError(f"{name} is no target here, or not float32 of its shape; nothing was set")
+        for name, value in masters.items():
+            blocks[name].load(value.t() if self._by_name[name].transposed else value)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -308,19 +324,23 @@ class Sketcher:
         self.zero()
         for key, own in needed.items():
             own.copy_(state[key])
+        if any(key.startswith("residual.") for key in needed):
+            for target in self.targets:  # the upper halves come from the model's own state dict
+                bind(target.weight, self._residuals[target.name])
         self.update_index, self._is_dirty = int(state["update_index"]), bool(state["is_dirty"])
 
     def detach(self) -> None:
         """Remove every hook and restore requires_grad as it was. The weights keep what they learned; only `state_dict`
-        still works afterwards. Split weights become float32 again, exactly."""
+        still works afterwards. Split weights that were float32 are so again, exactly; those that were bfloat16 keep their
+        upper halves (take `masters()` before for the rest)."""
         if self._is_detached:
             return
+        if self._residuals:
+            merge_targets(self.targets, self._residuals, self._dtypes)
         self._is_detached = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._residuals:
-            merge_targets(self.targets, self._residuals)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self._was_trainable[name])
 
@@ -399,10 +419,11 @@ def attach(
         "weight_decay": weight_decay,
         "max_grad_norm": max_grad_norm, "refresh": refresh, "bits": bits, "freeze": freeze,
     }  # fmt: skip
+    dtypes = {t.name: t.weight.dtype for t in chosen}
     residuals = split_targets(chosen, residual, device) if weights == "split" else None
     if device is not None:
         model.to(device)
-    return Sketcher(model, chosen, skipped, options, residuals)
+    return Sketcher(model, chosen, skipped, options, residuals, dtypes)
 
 
 def _check_options(

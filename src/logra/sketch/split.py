@@ -8,7 +8,7 @@ it differs from torch's cast (halves to even) on exact ties only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from logra.errors import ModelError, UpdateError
 from logra.sketch.targets import Target
 
 RESIDUAL = ("device", "cpu")
+RECAST = "the model was cast after attaching; cast it before, and attach then"
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,9 +31,27 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(hi: Tensor, lo: Tensor) -> Tensor:
-    """The float32 tensor that `split` took apart."""
+    """The float32 tensor that `split` took apart; `UpdateError` for other types, whose bits would mean something else."""
+    if hi.dtype != torch.bfloat16 or lo.dtype != torch.int16:
+        raise UpdateError(f"split weights are bfloat16 and int16, these are {hi.dtype} and {lo.dtype}: {RECAST}")
     bits = (hi.view(torch.int16).to(torch.int32) << 16) + lo.to(hi.device, torch.int32)
     return bits.view(torch.float32)
+
+
+def bind(value: Tensor, residual: Tensor) -> None:
+    """Note on the residual which state of its upper half it belongs to (torch counts in-place changes)."""
+    residual.belongs_to = value._version  # type: ignore[attr-defined]
+
+
+def check_bound(name: str, value: Tensor, residual: Tensor) -> None:
+    """Raise `UpdateError` if the upper half was cast or overwritten since: the residual then belongs to other weights."""
+    if value.dtype != torch.bfloat16:
+        raise UpdateError(f"{name} was split and is now {value.dtype}: {RECAST}")
+    if getattr(residual, "belongs_to", value._version) != value._version:
+        raise UpdateError(
+            f"{name} was overwritten while its weights are split, so its residual belongs to other values (load_state_dict "
+            "after attaching?): load weights first and attach then, or set them with Sketcher.load_masters"
+        )
 
 
 def check_splittable(targets: Sequence[Target]) -> None:
@@ -63,6 +82,7 @@ def split_targets(
         target.weight.data = hi if device is None else hi.to(device)
         lo = lo.to(target.weight.device) if residual == "device" else _to_host(lo, target.weight.device)
         residuals[target.name] = lo.t() if target.transposed else lo
+        bind(target.weight, residuals[target.name])
     return residuals
 
 
@@ -71,8 +91,11 @@ def _to_host(lo: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def merge_targets(targets: Sequence[Target], residuals: dict[str, Tensor]) -> None:
-    """Undo `split_targets`: each weight is float32 again."""
+def merge_targets(targets: Sequence[Target], residuals: dict[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Undo `split_targets`: weights that were float32 are so again, exactly; those that were bfloat16 keep their upper half."""
+    for target in targets:
+        check_bound(target.name, target.weight, residuals[target.name])
     for target in targets:
         lo = residuals.pop(target.name)
-        target.weight.data = merge(target.weight.detach(), lo.t() if target.transposed else lo)
+        if dtypes[target.name] == torch.float32:
+            target.weight.data = merge(target.weight.detach(), lo.t() if target.transposed else lo)

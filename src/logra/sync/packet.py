@@ -63,13 +63,16 @@ class Packet:
         return self.to_bytes()[-CHECKSUM:].hex()
 
     def to_bytes(self) -> bytes:
-        """The wire form (`logra.sketch.wire`), this envelope in its header."""
+        """The wire form (`logra.sketch.wire`), this envelope in its header; made once, and kept with the packet."""
+        data: bytes | None = self.__dict__.get("data")
+        if data is not None:
+            return data
         envelope: dict[str, Any] = {"run": self.run, "base": self.base, "step": self.step}
         for name in ("digest", "parent"):
             if getattr(self, name) is not None:
                 envelope[name] = getattr(self, name)
         data = self.update.to_bytes(envelope)
-        self.__dict__["checksum"] = data[-CHECKSUM:].hex()
+        self.__dict__.update(checksum=data[-CHECKSUM:].hex(), data=data)
         return data
 
     @staticmethod
@@ -89,7 +92,8 @@ class Packet:
             packet = Packet(update, **envelope)
         except UpdateError as error:
             raise DamagedUpdateError(f"the envelope of update {update.index} is malformed: {error}") from error
-        packet.__dict__["checksum"] = bytes(memoryview(data)[-CHECKSUM:]).hex()
+        data = bytes(data)
+        packet.__dict__.update(checksum=data[-CHECKSUM:].hex(), data=data)
         return packet
 
     def table(self) -> list[list[Any]]:

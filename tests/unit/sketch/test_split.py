@@ -1,5 +1,7 @@
 """Split weights: exact for every bit pattern, equal to float32 under updates, undone by detach."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 import logra
 from logra.errors import ConfigError, ModelError, UpdateError
 from logra.rl.tiny import tiny_model
-from logra.sketch.block import Block, blocks_of
+from logra.sketch.block import Block, apply_blocks, blocks_of
 from logra.sketch.sketcher import attach
 from logra.sketch.split import merge, split
 
@@ -167,3 +169,66 @@ def test_no_full_size_float32_temporary(monkeypatch):
 def test_blocks_of_a_model_name_what_is_missing():
     with pytest.raises(UpdateError, match=r"lacks model.nothing"):
         blocks_of(tiny_model(), ["model.nothing"])
+
+
+@pytest.mark.parametrize("cast", ["half", "float", "double"])
+def test_a_cast_after_attaching_is_refused_and_detach_loses_nothing(cast):
+    model = tiny_model().to(torch.bfloat16)
+    sketcher = attach(model, rank=4, weights="split")
+    update = train(model, sketcher, 1)[0]
+    proposal = sketcher.propose(1e-3)
+    masters = sketcher.masters()
+    getattr(model, cast)()
+    for use in (
+        lambda: sketcher.digest(),
+        sketcher.masters,
+        sketcher.detach,
+        lambda: apply_blocks(sketcher.blocks(), update),
+    ):
+        with pytest.raises(UpdateError, match="cast after attaching"):
+            use()
+    assert proposal.is_zero
+    model.to(torch.bfloat16)
+    assert all(torch.equal(v, masters[n]) for n, v in sketcher.masters().items())  # bfloat16 values survive the cast
+    sketcher.detach()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())  # as before attaching
+
+
+def test_weights_loaded_after_attaching_are_refused_until_they_are_set_whole():
+    model, other = tiny_model(), tiny_model(seed=5)
+    sketcher = attach(model, rank=4, weights="split")
+    train(model, sketcher, 1, autocast=True)
+    model.load_state_dict(other.state_dict())
+    with pytest.raises(UpdateError, match="load_masters"):
+        sketcher.digest()
+    fresh = tiny_model()
+    sketcher = attach(fresh, rank=4, weights="split")
+    sketcher.load_masters({n: p.detach() for n, p in other.named_parameters() if n in sketcher.names})
+    assert sketcher.digest() == logra.digest(other, sketcher.names)
+    with pytest.raises(UpdateError, match="no target"):
+        sketcher.load_masters({"model.norm.weight": torch.ones(64)})
+
+
+def test_computing_in_float32_says_what_to_do():
+    model, ids = tiny_model(), torch.randint(4, 51, (2, 8))
+    sketcher = attach(model, rank=4, weights="split")
+    with pytest.raises(ModelError, match=r"torch\.autocast"):
+        model(input_ids=ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()
+    proposal = sketcher.propose(1e-3)
+    with pytest.raises(ModelError, match=r"torch\.autocast"):
+        logra.predict_kl(model, sketcher, proposal, {"input_ids": ids})
+
+
+@pytest.mark.parametrize("weights", ["fp32", "split"])
+def test_a_deep_copy_is_not_attached(weights):
+    model, ids = tiny_model(), torch.randint(4, 51, (2, 8))
+    sketcher = attach(model, rank=4, weights=weights)
+    copied = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights == "split"):
+        for parameter in copied.parameters():
+            parameter.requires_grad_(True)
+        copied(input_ids=ids, labels=ids).loss.backward()
+    assert not sketcher.has_signal
+    assert attach(copied, rank=4, weights=weights).names == sketcher.names

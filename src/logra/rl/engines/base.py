@@ -44,7 +44,8 @@ class Engine(Protocol):
         ...
 
     def publish(self, version: int, update: object | None) -> None:
-        """The policy is now `version`: apply `update` (None: the weights are already there); drop caches."""
+        """The policy is now `version`: apply `update`, an Update or a packet of one (None: whatever the trainer holds); drop
+        caches."""
         ...
 
     def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:

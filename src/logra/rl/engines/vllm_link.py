@@ -70,7 +70,7 @@ class Link:
     base: the digest at version 0; None takes `digest()`, right only where the trainer is at version 0.
     residual, loading: see `logra.integrations.vllm_worker`. folder: where messages above `inline_bytes` are handed over; the
     workers must see it under the same path. None: a temporary one (in process), or everything inline (JSON).
-    by_index: workers fetch packets by their number from the trainer's log (`logra.sync.serve`; see `vllm_worker`).
+    head: checksum of the newest packet, for callers who publish packets of a log of their own. by_index: workers fetch packets by their number from the trainer's log (`logra.sync.serve`; see `vllm_worker`).
     digest_every: an Update whose version is a multiple of it carries the trainer's digest, which is compared; 0: none does.
     """
 
@@ -81,6 +81,7 @@ class Link:
         run: str,
         masters: Callable[[], Mapping[str, Tensor | Block]],
         digest: Callable[[], str],
+        head: Callable[[], str] | None = None,
         transposed: Collection[str] = (),
         base: str | None = None,
         residual: str = "device",
@@ -97,7 +98,7 @@ class Link:
         self.transposed, self.residual, self.loading = tuple(transposed), residual, loading
         self.version, self.max_model_len = 0, 0
         self.problem: str | None = "the workers have not acknowledged version 0"
-        self._head: str | None = self.base
+        self._newest, self._head = head, self.base
         self._session = secrets.token_hex(8)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -127,15 +128,14 @@ class Link:
         else:
             self.problem = "its weights are not those that the run began with"
 
-    def publish(self, version: int, update: object | None, head: str | None = None) -> None:
+    def publish(self, version: int, update: object | None) -> None:
         """Bring the workers to `version` with an Update or a packet; None: to the trainer's weights, by an anchor if need be.
 
-        head: checksum of the last packet before an anchor, where the caller publishes packets of its own. Raises
-        `UpdateError`; from then on nothing can be sampled until an anchor has been loaded.
+        Raises `UpdateError`; from then on nothing can be sampled until an anchor has been loaded.
         """
         try:
             if update is None:
-                self._anchor(version, head)
+                self._anchor(version)
             else:
                 self._send(version, self._packet(version, update))
         except Exception as error:
@@ -219,18 +219,18 @@ class Link:
             self._compare(packet.digest, f"after update {packet.index}")
         self._settle(version, packet.checksum)
 
-    def _anchor(self, version: int, head: str | None) -> None:
+    def _anchor(self, version: int) -> None:
         digest = self.digest()
         stands = [self._describe(rank, s, version) for rank, s in enumerate(self.control.call("logra_status"))]
         if self.problem is None and not any(stands) and self.version == version and self.worker_digest() == digest:
             return
-        self._load_anchor(version, digest, head)
+        self._load_anchor(version, digest)
 
-    def _load_anchor(self, version: int, digest: str, head: str | None = None) -> None:
+    def _load_anchor(self, version: int, digest: str) -> None:
         masters = self.masters()
         table = [[name, *_shape(value)] for name, value in masters.items()]
         path = self._folder() / f"anchor-{version}-{secrets.token_hex(4)}.safetensors"
-        head = head or (self.base if version == 0 else digest)
+        head = self._newest() if self._newest is not None else self.base if version == 0 else digest
         try:
             with path.open("xb") as file:
                 sha256, size = encode_tensors(file, masters, table)

@@ -32,7 +32,7 @@ _DROP_TRIES = 4
 class VLLMEngine:
     """Samples with a `vllm.LLM` of its own.
 
-    model: folder of the base weights. run, masters, digest, transposed, base, residual, loading, folder, digest_every: see
+    model: folder of the base weights. run, masters, digest, head, transposed, base, residual, loading, folder, digest_every: see
     `vllm_link.Link`; masters must be readable whenever `publish` is called with None, and once here.
     eos_token_ids: ids that end a response; None takes those of the model folder and of the tokenizer.
     dtype: of vLLM's compute ("auto", "bfloat16", "float32"). max_model_len: most tokens of prompt and response together.
@@ -49,6 +49,7 @@ class VLLMEngine:
         run: str,
         masters: Callable[[], Mapping[str, Tensor | Block]],
         digest: Callable[[], str],
+        head: Callable[[], str] | None = None,
         transposed: Collection[str] = (),
         base: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
@@ -85,6 +86,7 @@ class VLLMEngine:
             run=run,
             masters=masters,
             digest=digest,
+            head=head,
             transposed=transposed,
             base=base,
             residual=residual or ("cpu" if colocated else "device"),
@@ -140,11 +142,11 @@ class VLLMEngine:
             for request, output in zip(requests, outputs, strict=True)
         ]
 
-    def publish(self, version: int, update: object | None, *, head: str | None = None) -> None:
+    def publish(self, version: int, update: object | None) -> None:
         """Bring vLLM to `version`; see `Link.publish`. Cached prefixes are dropped in the same transaction."""
         self._open()
         self.wake()
-        self.link.publish(version, update, head)
+        self.link.publish(version, update)
         if self._colocated:
             self.sleep()
 

@@ -65,7 +65,7 @@ def serve_options() -> list[str]:
 class VLLMServerEngine:
     """Samples with the vLLM server at `url`.
 
-    model: folder of the base weights, as the server has it (only read for the ids that end a response). run, masters, digest,
+    model: folder of the base weights, as the server has it (only read for the ids that end a response). run, masters, digest, head,
     transposed, base, residual, loading, folder, by_index, digest_every: see `vllm_link.Link`; without a folder that both
     machines see, and without by_index, everything travels inside the requests. timeout_s: of one request. patience_s: how
     long to wait at the start for a server that is still loading. concurrency: most requests in flight.
@@ -80,6 +80,7 @@ class VLLMServerEngine:
         run: str,
         masters: Callable[[], Mapping[str, Tensor | Block]],
         digest: Callable[[], str],
+        head: Callable[[], str] | None = None,
         transposed: Collection[str] = (),
         base: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
@@ -102,6 +103,7 @@ class VLLMServerEngine:
             run=run,
             masters=masters,
             digest=digest,
+            head=head,
             transposed=transposed,
             base=base,
             residual=residual,
@@ -144,9 +146,9 @@ class VLLMServerEngine:
             for request, answer in zip(requests, answers, strict=True)
         ]
 
-    def publish(self, version: int, update: object | None, *, head: str | None = None) -> None:
+    def publish(self, version: int, update: object | None) -> None:
         """Bring the server to `version`; see `Link.publish`. It is paused meanwhile, and cached prefixes are dropped."""
-        self.link.publish(version, update, head)
+        self.link.publish(version, update)
 
     def digest(self) -> str:
         """The digest of the server's float32 weights, as they are now."""
