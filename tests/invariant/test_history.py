@@ -187,6 +187,24 @@ def test_other_base_weights_are_refused(tmp_path, changed):
     assert main(["checkout", str(tmp_path / "run"), "--step", "1"]) == 2
 
 
+def test_a_reference_is_only_taken_from_the_same_base(tmp_path):
+    from logra.rl.tiny import char_tokenizer, tiny_model
+
+    folder, model = tmp_path / "model", tiny_model(seed=7, spread=0.1)
+    char_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+    flags = {"model.name_or_path": str(folder), "algorithm.kl_coef": 0.05, "checkpoint.every": 2}
+    straight = train(tmp_path / "straight", **flags)
+    train(tmp_path / "run", **flags | {"train.steps": 2})
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").data[0, 0] += 0.5
+    model.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="not the model this run began with"):
+        build_run(settings(tmp_path / "run", resume="auto", **flags))
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").data[0, 0] -= 0.5
+    tiny_model(seed=7, spread=0.1).save_pretrained(folder)
+    assert train(tmp_path / "run", resume="auto", **flags).method.digest() == straight.method.digest()
+
+
 def test_a_run_with_a_journal_is_not_continued_without_it(tmp_path):
     train(tmp_path / "run", stop=2)
     with pytest.raises(ConfigError, match=r"journal\.enabled"):
@@ -245,6 +263,56 @@ def test_the_journal_command(tmp_path, capsys):
     capsys.readouterr()
     assert main(["journal", str(folder), "--verify"]) == 2
     assert "update" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_kill_between_anchor_and_state_loses_nothing(every, tmp_path, monkeypatch):
+    """keep_anchors drops history; not before the state of the step that wrote the anchor is there."""
+    flags = {"train.steps": 6, "journal.anchor_every": 2, "journal.keep_anchors": 1, "checkpoint.every": every}
+    straight = train(tmp_path / "straight", **flags)
+    folder = tmp_path / "run"
+    write = Journal.write_state
+
+    def die_at_4(self, step, *rest):
+        if step == 4:
+            raise KeyboardInterrupt
+        write(self, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "write_state", die_at_4)
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, **flags)
+    resumed = train(folder, resume="auto", **flags)
+    assert resumed.method.digest() == straight.method.digest()
+    assert records(folder) == records(tmp_path / "straight")
+
+
+def test_going_back_behind_compacted_history_begins_a_new_journal(tmp_path, caplog):
+    flags = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 5}
+    short = {"journal.anchor_every": 2, "journal.keep_anchors": 1}
+    straight = train(tmp_path / "straight", on_step=Digests, **flags)
+    digests = Digests.last
+    folder = tmp_path / "run"
+    train(folder, **flags, **short)
+    resumed = train(folder, resume=str(folder / "checkpoints" / "step_2"), **flags)
+    assert "begins a new journal" in caplog.text and resumed.method.digest() == straight.method.digest()
+    assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
+    assert not list(folder.glob("journal.del*"))
+    for step in (2, 5):
+        assert main(["checkout", str(folder), "--step", str(step)]) == 0
+        model = AutoModelForCausalLM.from_pretrained(folder / "checkouts" / f"step_{step}", dtype=torch.float32)
+        assert digest(model, straight.method.sketcher.names) == digests[step]
+
+
+def test_killed_before_the_first_step_ends_evaluates_once(tmp_path):
+    flags = {"eval": {"num_prompts": 4}}
+    straight = train(tmp_path / "straight", **flags)
+    run = build_run(settings(tmp_path / "run", **flags))
+    run.trainer.evaluate()
+    run.close()
+    resumed = train(tmp_path / "run", resume="auto", **flags)
+    assert resumed.method.digest() == straight.method.digest()
+    assert records(tmp_path / "run") == records(tmp_path / "straight")
 
 
 def test_killed_anywhere_and_continued_equals_uninterrupted(tmp_path):

@@ -59,7 +59,9 @@ def test_an_engine_that_follows_by_updates_gives_the_same_run(tmp_path):
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(("honest", "words"), [(True, "sampled from version 1 .* trainer is at 2"), (False, "log-probs")])
+@pytest.mark.parametrize(
+    ("honest", "words"), [(True, "sampled from version 1 .* trainer is at 2"), (False, "log-probs")]
+)
 def test_a_missed_update_is_found_before_its_rollouts_are_used(tmp_path, honest, words):
     """By its version; and, if the engine claims the right version, by its log-probs."""
     run = run_with(tmp_path / "run", lambda e: CopyEngine(e, drop=1, honest=honest), **{"rollout.mismatch_limit": 0.01})

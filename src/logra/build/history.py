@@ -68,7 +68,7 @@ def build_history(
     version = int(checkpoint.state["method"]["sketcher"]["update_index"]) if checkpoint else 0
     model = {"name_or_path": config.model.name_or_path, "revision": config.model.revision}
     journal = open_journal(
-        folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model
+        folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model, tail=tail
     )
     closers.append(journal.close)
     if tail is not None:

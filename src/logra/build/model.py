@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
+from logra.errors import CheckpointError
 from logra.rl.checkpoint import Checkpoint
+from logra.rl.history import has_journal, is_base
 from logra.rl.methods.base import Method, Schedule
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
@@ -40,17 +43,30 @@ def build_model(
     return model, tokenizer
 
 
-def build_reference(model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None) -> nn.Module | None:
+def build_reference(
+    model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None, journal: Path
+) -> nn.Module | None:
     """A frozen copy of the starting policy, for the KL term."""
     if config.algorithm.kl_coef == 0.0:
         return None
     if checkpoint is None or config.method.name == "lora":
         reference: nn.Module = copy.deepcopy(model)
     else:
-        reference = build_model(config)[0]
+        reference = build_base(config, journal)
     if config.method.weights == "split":
         reference.to(pick_device(config.model.device), torch.bfloat16)
     return reference.eval().requires_grad_(False)
+
+
+def build_base(config: cfg.Config, journal: Path) -> PreTrainedModel:
+    """The base model, for a run that goes on; `CheckpointError` if it is no longer the one that its journal began with."""
+    model = build_model(config)[0]
+    if has_journal(journal) and not is_base(journal, model):
+        raise CheckpointError(
+            f"{config.model.name_or_path} is not the model this run began with: its weights have changed. Restore it, or start "
+            "a new run in another output_dir"
+        )
+    return model
 
 
 def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:

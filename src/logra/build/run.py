@@ -16,7 +16,7 @@ from logra import config as cfg
 from logra.build.data import build_data, build_eval_data, build_evaluator, build_rewards
 from logra.build.engine import build_engine
 from logra.build.history import build_history, read_checkpoint, read_tail
-from logra.build.model import build_method, build_model, build_reference, model_card
+from logra.build.model import build_base, build_method, build_model, build_reference, model_card
 from logra.integrations.trackers import make_trackers
 from logra.rl.checkpoint import CheckpointStore
 from logra.rl.data import PromptSet
@@ -92,10 +92,12 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     rewards = build_rewards(config.reward)
     closers.append(rewards.close)
     rewards.warmup(sorted(prompts[0].columns))
-    reference = build_reference(model, config, checkpoint)
+    reference = build_reference(model, config, checkpoint, folder.journal)
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
     history = build_history(config, folder, method, checkpoint, tail, closers)
+    if config.rollout.engine == "vllm" and checkpoint is not None:
+        build_base(config, folder.journal)  # vLLM starts from it: what never moves must still be the same
     engine = build_engine(config, method, tokenizer, folder, history)
     closers.append(engine.close)
     engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
@@ -137,10 +139,11 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     )
     if start is not None:
         run.trainer.load(start.tensors, start.values if isinstance(start, TailState) else start.state)
-        store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
     if history is not None:
         history.journal.truncate(method.num_updates)
-    folder.rewind(run.trainer.step)
+    if start is not None:
+        store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
+    folder.rewind(run.trainer.step if start is not None else -1)  # a run that begins evaluates its step 0 again
     folder.write_config(cfg.to_yaml(config))
     return run
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
+from logra.files import remove_tree, temporary_sibling
 from logra.rl.methods.logra import LograMethod
 from logra.sketch.block import digest
 from logra.sketch.targets import clean_name
@@ -40,6 +42,15 @@ def frozen_digest(model: nn.Module, moving: Collection[str]) -> str:
     return digest(model, [name for name in names if name not in moving])
 
 
+def is_base(folder: Path, model: nn.Module) -> bool:
+    """Whether a model has the weights, moving and frozen, that the journal began with (True where it began later)."""
+    with Journal.open(folder) as journal:
+        info = journal.info()
+    names = [name for name, _, _ in info.targets]
+    same = info.origin > 0 or digest(model, names) == info.base
+    return same and frozen_digest(model, names) == info.model.get("frozen")
+
+
 def find_tail(folder: Path, after_step: int) -> TailState | None:
     """The state of the last finished step, if the journal has one of a step beyond `after_step`; says why not in the log."""
     if not has_journal(folder):
@@ -52,47 +63,69 @@ def find_tail(folder: Path, after_step: int) -> TailState | None:
     return state if state.step > after_step else None
 
 
-def open_journal(folder: Path, method: LograMethod, *, version: int, step: int, model: Mapping[str, Any]) -> Journal:
+def open_journal(
+    folder: Path,
+    method: LograMethod,
+    *,
+    version: int,
+    step: int,
+    model: Mapping[str, Any],
+    tail: TailState | None = None,
+) -> Journal:
     """The run's journal for writing, made if there is none. The method's weights are those of `version`, after `step`.
 
-    model: name_or_path and revision; the digest of what never moves is added. Raises `UpdateError` if the journal began with
-    other weights, moving or frozen, or lacks Updates that led to `version`.
+    model: name_or_path and revision; the digest of what never moves is added. tail: where the run goes on from, if the journal
+    is to lead beyond `version`. Raises `UpdateError` if the journal began with other weights, moving or frozen, or lacks
+    Updates that led to `version`. One whose history before that was compacted away is begun anew at `version`.
     """
     frozen = frozen_digest(method.model, method.blocks())
-    if not has_journal(folder):
-        blocks = method.blocks()
-        targets = [[name, *block.shape] for name, block in blocks.items()]
-        journal = Journal.create(
+    if has_journal(folder):
+        journal = Journal.open(folder, write=True)
+        try:
+            _check_base(journal, method, version, frozen, model)
+            if version >= journal.oldest or tail is not None:
+                return journal
+        except BaseException:
+            journal.close()
+            raise
+        logger.warning(
+            "%s holds only versions from %d on: going back to version %d begins a new journal",
             folder,
-            run=secrets.token_hex(16),
-            base=method.digest(),
-            targets=targets,
-            model={**model, "frozen": frozen},
-            origin=version,
-            origin_step=step,
+            journal.oldest,
+            version,
         )
-        if version:  # the base model does not lead here: the journal begins with these weights
-            journal.write_anchor(version, blocks, journal.info().base)
-        return journal
-    journal = Journal.open(folder, write=True)
-    try:
-        info = journal.info()
-        if journal.repaired:
-            logger.warning("%s", journal.repaired)
-        if info.model.get("frozen") != frozen or (version == info.origin and method.digest() != info.base):
-            raise UpdateError(
-                f"the weights of {model.get('name_or_path')} are not those that {folder} began with: the base model has "
-                "changed. Restore it, or start a new run in another output_dir"
-            )
-        if journal.next < version:
-            raise UpdateError(
-                f"{folder} ends at version {journal.next}, the weights are at {version}: Updates are missing. Delete {folder} "
-                "to go on without that history"
-            )
-    except BaseException:
         journal.close()
-        raise
+        doomed = temporary_sibling(folder, "del")
+        os.rename(folder, doomed)
+        remove_tree(doomed)
+    blocks = method.blocks()
+    journal = Journal.create(
+        folder,
+        run=secrets.token_hex(16),
+        base=method.digest(),
+        targets=[[name, *block.shape] for name, block in blocks.items()],
+        model={**model, "frozen": frozen},
+        origin=version,
+        origin_step=step,
+    )
+    if version:  # the base model does not lead here: the journal begins with these weights
+        journal.write_anchor(version, blocks, journal.info().base)
     return journal
+
+
+def _check_base(journal: Journal, method: LograMethod, version: int, frozen: str, model: Mapping[str, Any]) -> None:
+    """Raise `UpdateError` unless the journal belongs to the method's weights of `version`."""
+    info = journal.info()
+    if info.model.get("frozen") != frozen or (version == info.origin and method.digest() != info.base):
+        raise UpdateError(
+            f"the weights of {model.get('name_or_path')} are not those that {journal.folder} began with: the base model has "
+            "changed. Restore it, or start a new run in another output_dir"
+        )
+    if journal.next < version:
+        raise UpdateError(
+            f"{journal.folder} ends at version {journal.next}, the weights are at {version}: Updates are missing"
+            f"{f' ({info.problem})' if info.problem else ''}. Delete {journal.folder} to go on without that history"
+        )
 
 
 def replay(journal: Journal, method: LograMethod, version: int, tail: TailState) -> None:
@@ -145,13 +178,14 @@ class History:
         packet = self.publisher.publish(update, step, digest)
         if is_anchor and digest is not None:
             self.journal.write_anchor(version, self.method.blocks(), digest)
-            self._drop_old()
         return packet
 
     def finish_step(self, step: int, num_updates: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.journal.write_state(step, num_updates, tensors, state)
+        self._drop_old()
 
     def _drop_old(self) -> None:
+        """Only now: until the new state was written, a killed run would have gone on from before the anchor."""
         anchors = self.journal.anchors
         if self.keep_anchors is not None and len(anchors) > self.keep_anchors:
             self.journal.compact(anchors[-self.keep_anchors].version)

@@ -84,7 +84,7 @@ class RunDir:
         write_atomic(self.config, text.encode())
 
     def rewind(self, step: int) -> None:
-        """Drop metrics and completions of steps after `step`, which a resumed run is about to do again."""
+        """Drop metrics and completions of steps after `step` (-1: all), which a resumed run is about to do again."""
         MetricsWriter(self.metrics).truncate(step)
         for path in self.completions.glob("step_*.parquet"):
             number = path.stem.removeprefix("step_")

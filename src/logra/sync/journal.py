@@ -156,6 +156,15 @@ class Journal:
             return self._index.first
 
     @property
+    def oldest(self) -> int:
+        """The oldest version that can be had from here."""
+        with self._mutex:
+            if self._index.first == self._header.origin:
+                return self._index.first
+            # compacted: nothing but an anchor leads there
+            return min((a.version for a in self.anchors), default=self._index.next)
+
+    @property
     def next(self) -> int:
         """The index the next Update will have, which is the newest version. Read-only journals: as of the last look."""
         with self._mutex:
@@ -280,9 +289,7 @@ class Journal:
         """
         with self._mutex:
             self._check_lock()
-            oldest = self._index.first
-            if oldest != self._header.origin:  # compacted: nothing but an anchor leads there
-                oldest = min((a.version for a in self.anchors), default=self._index.next)
+            oldest = self.oldest
             if not oldest <= version <= self._index.next:
                 raise UpdateOrderError(
                     f"cannot go back to version {version}: {self.folder} has versions {oldest} to {self._index.next}"

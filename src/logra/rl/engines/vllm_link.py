@@ -70,7 +70,8 @@ class Link:
     base: the digest at version 0; None takes `digest()`, right only where the trainer is at version 0.
     residual, loading: see `logra.integrations.vllm_worker`. folder: where messages above `inline_bytes` are handed over; the
     workers must see it under the same path. None: a temporary one (in process), or everything inline (JSON).
-    head: checksum of the newest packet, for callers who publish packets of a log of their own. by_index: workers fetch packets by their number from the trainer's log (`logra.sync.serve`; see `vllm_worker`).
+    head: checksum of the newest packet, for callers who publish packets of a log of their own. by_index: workers fetch packets by
+    their number from that log (`logra.sync.serve`; see `vllm_worker`).
     digest_every: an Update whose version is a multiple of it carries the trainer's digest, which is compared; 0: none does.
     """
 

@@ -65,8 +65,8 @@ def serve_options() -> list[str]:
 class VLLMServerEngine:
     """Samples with the vLLM server at `url`.
 
-    model: folder of the base weights, as the server has it (only read for the ids that end a response). run, masters, digest, head,
-    transposed, base, residual, loading, folder, by_index, digest_every: see `vllm_link.Link`; without a folder that both
+    model: folder of the base weights, as the server has it (only read for the ids that end a response). run, masters, digest,
+    head, transposed, base, residual, loading, folder, by_index, digest_every: see `vllm_link.Link`; without a folder that both
     machines see, and without by_index, everything travels inside the requests. timeout_s: of one request. patience_s: how
     long to wait at the start for a server that is still loading. concurrency: most requests in flight.
     """
