@@ -1,7 +1,6 @@
 """The journal of a run: the policy at any step bit for bit, and a killed run continued at its last finished step."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from logra.cli.main import main
 from logra.errors import CheckpointError, ConfigError, UpdateError
 from logra.sketch.block import digest
 from logra.sync.journal import Journal
+from logra.sync.packet import Packet
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 TIMES = {"step_time", "time/rollout", "memory/peak_bytes"}
@@ -315,12 +315,54 @@ def test_killed_before_the_first_step_ends_evaluates_once(tmp_path):
     assert records(tmp_path / "run") == records(tmp_path / "straight")
 
 
-def test_killed_anywhere_and_continued_equals_uninterrupted(tmp_path):
-    """SIGKILL of the real command at random moments, without any checkpoint: weights, metrics and journal bit for bit."""
-    flags = {"train.steps": 12, "rollout.max_new_tokens": 4}
-    straight = train(tmp_path / "straight", **flags)
-    folder = tmp_path / "killed"
-    given = {k: json.dumps(v) for k, v in (SMALL | flags).items()}
+KILLED = {
+    "journal alone": {},
+    "everything": {
+        "checkpoint.every": 5, "journal.anchor_every": 2, "journal.keep_anchors": 1, "eval.num_prompts": 4, "eval.every": 3,
+        "log.completions": True, "algorithm.updates_per_step": 2, "method.weights": "split", "model.dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_killed_anywhere_and_continued_equals_uninterrupted(kind, tmp_path):
+    """SIGKILL of the real command at random moments: weights, metrics and journal are those of an uninterrupted run."""
+    flags = SMALL | {"train.steps": 12, "rollout.max_new_tokens": 4} | KILLED[kind]
+    if "eval.num_prompts" in flags:
+        del flags["eval"]
+    straight = train_command(tmp_path / "straight", flags)
+    straight.communicate(timeout=240)
+    assert straight.returncode == 0
+    folder, chooser, kills = tmp_path / "killed", random.Random(7), 0
+    for _ in range(4):
+        before = done_steps(folder)
+        process = train_command(folder, flags)
+        for _ in range(2400):
+            if done_steps(folder) > before or process.poll() is not None:
+                break
+            time.sleep(0.01)
+        time.sleep(chooser.uniform(0.0, 0.6))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert kills
+    last = train_command(folder, flags)
+    _, errors = last.communicate(timeout=240)
+    assert last.returncode == 0, errors
+    assert digest(load(folder / "final")) == digest(load(tmp_path / "straight" / "final"))
+    assert records(folder) == records(tmp_path / "straight")
+    with Journal.open(folder / "journal") as one, Journal.open(tmp_path / "straight" / "journal") as other:
+        assert (one.first, one.next, one.steps()) == (other.first, other.next, other.steps())
+        for index in range(one.first, one.next):
+            mine, theirs = (Packet.from_bytes(journal.read(index)) for journal in (one, other))
+            assert mine.update.to_bytes() == theirs.update.to_bytes() and mine.digest == theirs.digest
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def train_command(folder, flags):
     command = [
         sys.executable,
         "-m",
@@ -333,27 +375,8 @@ def test_killed_anywhere_and_continued_equals_uninterrupted(tmp_path):
         "auto",
         "--plain",
     ]
-    command += [part for key, value in given.items() for part in (f"--{key}", value)]
-    chooser, kills = random.Random(os.getpid()), 0
-    for _ in range(5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
-        before = done_steps(folder)
-        for _ in range(1200):
-            if done_steps(folder) > before or process.poll() is not None:
-                break
-            time.sleep(0.01)
-        time.sleep(chooser.uniform(0.0, 0.4))
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    assert kills
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    names = straight.method.sketcher.names
-    assert digest(AutoModelForCausalLM.from_pretrained(folder / "final"), names) == straight.method.digest()
-    assert records(folder) == records(tmp_path / "straight")
-    with Journal.open(folder / "journal") as one, Journal.open(tmp_path / "straight" / "journal") as other:
-        assert [one.read(i)[-16:] != b"" for i in range(one.next)] == [True] * other.next
+    command += [part for key, value in flags.items() for part in (f"--{key}", json.dumps(value))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
 
 def done_steps(folder):

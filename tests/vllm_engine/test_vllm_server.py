@@ -87,7 +87,8 @@ def assert_samples_the_policy(engine: VLLMServerEngine, trainer: Trainer) -> Non
 
 def test_a_server_follows_the_trainer(url: str, folder: Path, trainer: Trainer, log: tuple[MemoryLog, str]) -> None:
     publisher = Publisher(log[0])
-    engine = VLLMServerEngine(url, folder, char_tokenizer(), patience_s=200, head=lambda: log[0].head, **trainer.engine_arguments())
+    arguments = {"patience_s": 200, "head": lambda: log[0].head, **trainer.engine_arguments()}
+    engine = VLLMServerEngine(url, folder, char_tokenizer(), **arguments)
     try:
         assert engine.digest() == trainer.base
         assert_samples_the_policy(engine, trainer)

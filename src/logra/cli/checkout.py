@@ -106,7 +106,9 @@ def _write(
     set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
     blocks = blocks_of(model, [target_name for target_name, _, _ in info.targets])
     if frozen_digest(model, blocks) != info.model.get("frozen"):
-        raise CheckpointError(f"{name} is not the model this run began with: weights that never move differ. Restore it")
+        raise CheckpointError(
+            f"{name} is not the model this run began with: weights that never move differ. Restore it"
+        )
     if checkpoint is None and info.origin:  # the base model does not lead to where this journal begins
         replica = Replica(blocks, version=info.origin, run=info.run, base=info.base)
         with journal.read_anchor(max(a.version for a in info.anchors if a.version <= version)) as anchor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from logra.errors import UpdateError, WrongBaseError
 from logra.sketch import digest as digests
-from logra.sketch.split import bind, check_bound, merge, split
+from logra.sketch.split import bind_again, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
 from logra.sketch.update import Update, apply_block
 
@@ -91,7 +91,7 @@ class Block:
                 master = self._merged(chunk)
                 apply_block(master, q[chunk], exponent[chunk], block, update.decay)
                 self._store(chunk, master)
-            bind(self.value, self.residual)
+            bind_again(self.value, self.residual)
 
     def load(self, master: Tensor) -> None:
         """Set from float32 values (rows, columns)."""
@@ -101,7 +101,7 @@ class Block:
                 return
             for chunk in self._chunks():
                 self._store(chunk, master[chunk].to(self.value.device, torch.float32))
-            bind(self.value, self.residual)
+            bind_again(self.value, self.residual)
 
     def master(self) -> Tensor:
         """A float32 copy of the block, on the value's device."""

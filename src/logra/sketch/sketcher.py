@@ -310,10 +310,12 @@ class Sketcher:
         for key in ("version", "names", "options"):
             if state.get(key) != mine[key]:
                 raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
+        if not isinstance(state.get("is_dirty"), bool) or not isinstance(state.get("update_index"), int):
+            raise UpdateError("the saved sketcher lacks is_dirty or update_index")
         needed: dict[str, Tensor] = {}
         if self._moment is not None:
             needed["moment"] = self._moment
-        if state["is_dirty"]:
+        if state.get("is_dirty"):
             needed["sketches"] = self._sketches
         if any(key.startswith("residual.") for key in state):
             needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
@@ -446,6 +448,8 @@ def _check_options(
     ):
         if value not in allowed:
             raise ConfigError(f"{what}={value!r} is not known: use one of {list(allowed)}")
+    if residual == "cpu" and weights != "split":
+        raise ConfigError("residual='cpu' needs weights='split': float32 weights have no residual")
     if not isinstance(rank, int) or rank < 1 or not 0.0 <= beta2 < 1.0 or not eps > 0.0:
         raise ConfigError(f"need an integer rank >= 1, 0 <= beta2 < 1 and eps > 0; got {rank}, {beta2}, {eps}")
     if basis == "random":

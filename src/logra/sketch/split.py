@@ -39,8 +39,17 @@ def merge(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def bind(value: Tensor, residual: Tensor) -> None:
-    """Note on the residual which state of its upper half it belongs to (torch counts in-place changes)."""
+    """Note on the residual which state of its upper half it belongs to (torch counts in-place changes).
+
+    For a whole parameter only: slices of one share its count.
+    """
     residual.belongs_to = value._version  # type: ignore[attr-defined]
+
+
+def bind_again(value: Tensor, residual: Tensor) -> None:
+    """After a change of both; residuals that were never bound stay so."""
+    if hasattr(residual, "belongs_to"):
+        bind(value, residual)
 
 
 def check_bound(name: str, value: Tensor, residual: Tensor) -> None:

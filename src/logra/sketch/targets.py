@@ -143,7 +143,11 @@ def _check(
         for suffix in targets:
             if not any(name == suffix or name.endswith("." + suffix) for name in names):
                 leaves = sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, nn.Linear)})
-                raise ModelError(f"target {suffix!r} matches no trainable matrix; linear modules here: {leaves}")
+                why = [f"{s.name}: {s.reason}" for s in skipped if s.name.removesuffix(".weight").endswith(suffix)]
+                raise ModelError(
+                    f"target {suffix!r} matches no trainable matrix"
+                    + (f" ({'; '.join(why[:3])})" if why else f"; linear modules here: {leaves}")
+                )
     if not chosen:
         reasons = sorted({s.reason for s in skipped})
         raise ModelError(
