@@ -211,14 +211,89 @@ def test_a_run_with_a_journal_is_not_continued_without_it(tmp_path):
         build_run(settings(tmp_path / "run", resume="auto", **{"journal.enabled": False}))
 
 
-def test_missing_updates_are_an_error(tmp_path):
-    folder = tmp_path / "run"
-    train(folder, **{"checkpoint.every": 4})
-    for segment in (folder / "journal").glob("segment_*"):
+def damage(folder, what):
+    """Harm a journal: its tail, its state, its header, or an Update in the middle. `segments` may be several files."""
+    journal = folder / "journal"
+    segment = max(journal.glob("segment_*"))
+    if what == "lost tail":
+        segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2])
+    elif what == "lost updates":
         segment.unlink()
-    (folder / "journal" / "state.json").unlink()
-    with pytest.raises((UpdateError, CheckpointError), match="Updates are missing"):
-        build_run(settings(folder, resume="auto", **{"checkpoint.every": 4, "train.steps": 6}))
+    elif what == "state":
+        flip(journal / "state.json")
+    elif what == "header":
+        flip(journal / "header.json")
+    elif what == "no header":
+        (journal / "header.json").unlink()
+    else:
+        flip(segment)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGES = ["lost tail", "lost updates", "state", "header", "no header", "update"]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_journal_never_drops_history_silently(what, tmp_path):
+    """Without a checkpoint to fall back on, going on is refused; the files stay as they are."""
+    folder = tmp_path / "run"
+    train(folder, stop=4)
+    damage(folder, what)
+    before = {p.name: p.read_bytes() for p in (folder / "journal").iterdir() if p.is_file()}
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        build_run(settings(folder, resume="auto", **{"train.steps": 6}))
+    after = {p.name: p.read_bytes() for p in (folder / "journal").iterdir() if p.is_file()}
+    assert {n: b for n, b in after.items() if n in before and not n.startswith(".")} == {
+        n: b for n, b in before.items() if not n.startswith(".")
+    }
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_with_a_checkpoint_a_damaged_journal_is_no_hindrance(what, tmp_path, caplog):
+    straight = train(tmp_path / "straight", **{"train.steps": 6})
+    folder = tmp_path / "run"
+    flags = {"train.steps": 6, "checkpoint.every": 3}
+    run = build_run(settings(folder, **flags))
+    object.__setattr__(run.trainer.plan, "steps", 5)
+    run.trainer.fit()
+    run.close()
+    for step in set(range(6)) - {3}:
+        assert not (folder / "checkpoints" / f"step_{step}").exists() or step == 5
+    damage(folder, what)
+    resumed = train(folder, resume="auto", **flags)
+    assert resumed.method.digest() == straight.method.digest()
+    assert records(folder) == records(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("what", ["lost tail", "lost updates", "state", "update"])
+def test_checkout_and_verify_notice_what_is_missing(what, tmp_path, capsys):
+    folder = tmp_path / "run"
+    train(folder)
+    assert main(["journal", str(folder), "--verify"]) == 0
+    damage(folder, what)
+    assert main(["journal", str(folder), "--verify"]) == 2
+    assert main(["checkout", str(folder), "--step", "4"]) == (0 if what == "state" else 2)
+    assert what == "state" or not (folder / "checkouts").exists()
+
+
+def test_a_start_that_made_no_update_leaves_no_run(tmp_path):
+    run = build_run(settings(tmp_path / "run"))
+    run.close()
+    other = settings(tmp_path / "run", **{"method.dense_params": ["norms"]})  # not even of the same targets
+    build_run(other).close()
+    assert train(tmp_path / "run").step == 4
+
+
+def test_the_last_update_carries_a_digest(tmp_path):
+    trainer = train(tmp_path / "run")
+    with Journal.open(tmp_path / "run" / "journal") as journal:
+        packets = [Packet.from_bytes(journal.read(i)) for i in range(journal.next)]
+    assert [p.digest for p in packets[:-1]] == [None] * 3 and packets[-1].digest == trainer.method.digest()
 
 
 @pytest.mark.parametrize(
@@ -295,9 +370,10 @@ def test_going_back_behind_compacted_history_begins_a_new_journal(tmp_path, capl
     folder = tmp_path / "run"
     train(folder, **flags, **short)
     resumed = train(folder, resume=str(folder / "checkpoints" / "step_2"), **flags)
-    assert "begins a new journal" in caplog.text and resumed.method.digest() == straight.method.digest()
+    assert "A new journal begins at version 2" in caplog.text and resumed.method.digest() == straight.method.digest()
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
-    assert not list(folder.glob("journal.del*"))
+    with Journal.open(next(folder.glob("journal.aside-*"))) as old:
+        assert old.next == 6  # nothing was deleted
     for step in (2, 5):
         assert main(["checkout", str(folder), "--step", str(step)]) == 0
         model = AutoModelForCausalLM.from_pretrained(folder / "checkouts" / f"step_{step}", dtype=torch.float32)

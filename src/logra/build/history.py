@@ -45,13 +45,20 @@ def read_tail(folder: RunDir, checkpoint: Checkpoint | None, config: cfg.Config)
     is_whole_run = config.resume == "auto" or Path(config.resume).resolve() == folder.path.resolve()
     if not is_whole_run:
         return None
-    tail = find_tail(folder.journal, checkpoint.step if checkpoint else 0)
+    if not config.keeps_journal:
+        return None
+    tail = find_tail(folder.journal, checkpoint.step if checkpoint else 0, version_of(checkpoint))
     if tail is None:
         return None
     if tail.step > config.train.steps:
         raise ConfigError(f"{folder.path} has {tail.step} steps done: raise train.steps={config.train.steps}")
     _check_identity(folder.journal, tail.values["identity"], config)
     return tail
+
+
+def version_of(checkpoint: Checkpoint | None) -> int:
+    """The number of updates in a checkpoint of method logra."""
+    return int(checkpoint.state["method"]["sketcher"]["update_index"]) if checkpoint else 0
 
 
 def build_history(
@@ -65,7 +72,7 @@ def build_history(
     """The journal, open for writing, with the method's weights brought to the tail; served over HTTP if asked for."""
     if not config.keeps_journal or not isinstance(method, LograMethod):
         return None
-    version = int(checkpoint.state["method"]["sketcher"]["update_index"]) if checkpoint else 0
+    version = version_of(checkpoint)
     model = {"name_or_path": config.model.name_or_path, "revision": config.model.revision}
     journal = open_journal(
         folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model, tail=tail
@@ -83,6 +90,7 @@ def build_history(
         digest_every=section.digest_every,
         anchor_every=section.anchor_every,
         keep_anchors=section.keep_anchors,
+        last_step=config.train.steps,
     )
 
 

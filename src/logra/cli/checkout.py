@@ -65,11 +65,31 @@ def _journal_of(folder: RunDir, config: cfg.Config) -> Journal:
 
 
 def _version_at(journal: Journal, folder: RunDir, step: int) -> int:
-    """The number of updates after `step`; `CheckpointError` if the run has not got there."""
+    """The number of updates after `step`; `CheckpointError` if the run has not got there, or the journal lacks some of them."""
     last = last_step(journal, folder)
     if not 0 <= step <= last:
         raise CheckpointError(f"{folder.path} has steps 0 to {last}, there is no step {step}")
-    return journal.version_at(step)
+    version, newest = journal.version_at(step), max(journal.steps(), default=0)
+    expected = _updates_at(folder, step)
+    if expected is None and step > newest:  # steps without an update of their own, if the state says so
+        state, reason = journal.read_state()
+        expected = version if state is not None and state.step >= step and not reason else -1
+    if expected not in (None, version):
+        raise CheckpointError(
+            f"{journal.folder} ends at step {newest} with {version} updates; those that led to step {step} are missing"
+            + (f" ({problem})" if (problem := journal.info().problem) else "")
+        )
+    return version
+
+
+def _updates_at(folder: RunDir, step: int) -> int | None:
+    """The number of updates after `step` as the metrics have it; None where they do not."""
+    from logra.rl.run_dir import read_metrics
+
+    if step == 0:
+        return 0
+    records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+    return next((int(r["num_updates"]) for r in records if r.get("step") == step and "num_updates" in r), None)
 
 
 def last_step(journal: Journal, folder: RunDir) -> int:
@@ -172,8 +192,8 @@ def journal(run: str, *, verify: bool, compact: int | None, as_json: bool) -> in
     with _journal_of(folder, config) as log:
         facts = _facts(log, folder)
         if verify:
-            _verify(log)
-            facts["verified"] = "every update and anchor is whole"
+            _verify(log, folder)
+            facts["verified"] = "whole: every update and anchor, and the state of the last step"
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -191,18 +211,35 @@ def _compact(folder: RunDir, version: int) -> None:
         log.compact(version)
 
 
-def _verify(log: Journal) -> None:
-    """Read every packet and anchor; each carries its own checksum. Raises `DamagedUpdateError` naming what is damaged."""
-    from logra.errors import DamagedUpdateError
+def _verify(log: Journal, folder: RunDir) -> None:
+    """Read every update, anchor and the state, compare with the rest of the run; `DamagedUpdateError` lists the faults."""
+    from logra.errors import DamagedUpdateError, UpdateError
     from logra.sync.packet import Packet
 
-    info = log.info()
+    info, found = log.info(), []
     if info.problem:
-        raise DamagedUpdateError(info.problem)
+        found.append(info.problem)
     for index in range(info.first, info.next):
-        Packet.from_bytes(log.read(index))
-    for anchor in info.anchors:
-        log.read_anchor(anchor.version).close()
+        try:
+            Packet.from_bytes(log.read(index))
+        except UpdateError as error:
+            found.append(str(error))
+    for path in sorted(log.folder.glob("anchor_*.json")):
+        try:
+            log.read_anchor(int(path.stem.removeprefix("anchor_"))).close()
+        except UpdateError as error:
+            found.append(str(error))
+    state, reason = log.read_state()
+    if state is None:
+        found.append(reason)
+    last = last_step(log, folder)
+    expected = _updates_at(folder, last)
+    if expected is not None and expected > info.next:
+        found.append(
+            f"{folder.path} made {expected} updates by step {last}, the journal ends after {info.next}: updates are missing"
+        )
+    if found:
+        raise DamagedUpdateError("the journal is not whole:\n" + "\n".join(f"  - {what}" for what in found[:20]))
 
 
 def _facts(log: Journal, folder: RunDir) -> dict[str, Any]:

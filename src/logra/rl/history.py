@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from logra.errors import CheckpointError, UpdateError
+from logra.errors import CheckpointError, UpdateError, UserError
 from logra.files import remove_tree, temporary_sibling
 from logra.rl.methods.logra import LograMethod
 from logra.sketch.block import digest
@@ -27,6 +27,7 @@ from logra.sync.packet import Packet
 from logra.sync.publisher import Publisher
 from logra.sync.replay import bring_to
 from logra.sync.replica import Replica
+from logra.sync.state import JSON as STATE
 from logra.sync.state import TailState
 
 logger = logging.getLogger(__name__)
@@ -43,24 +44,52 @@ def frozen_digest(model: nn.Module, moving: Collection[str]) -> str:
 
 
 def is_base(folder: Path, model: nn.Module) -> bool:
-    """Whether a model has the weights, moving and frozen, that the journal began with (True where it began later)."""
-    with Journal.open(folder) as journal:
-        info = journal.info()
+    """Whether a model has the weights, moving and frozen, that the journal began with (True where that is not known)."""
+    try:
+        with Journal.open(folder) as journal:
+            info = journal.info()
+    except UserError:  # unreadable: whoever opens it for writing says so
+        return True
     names = [name for name, _, _ in info.targets]
     same = info.origin > 0 or digest(model, names) == info.base
     return same and frozen_digest(model, names) == info.model.get("frozen")
 
 
-def find_tail(folder: Path, after_step: int) -> TailState | None:
-    """The state of the last finished step, if the journal has one of a step beyond `after_step`; says why not in the log."""
-    if not has_journal(folder):
+def find_tail(folder: Path, after_step: int, version: int) -> TailState | None:
+    """The state of the last finished step, if the journal leads to a step beyond `after_step` with its `version`.
+
+    Where it should and cannot, because something is damaged or missing, the log says so; and if there is no checkpoint to fall
+    back on (after_step 0), `CheckpointError`: beginning again would drop the history.
+    """
+    if not has_journal(folder) and not any(folder.glob("segment_*")):
         return None
-    with Journal.open(folder) as journal:
-        state, reason = journal.read_state()
-    if state is None:
-        logger.warning("continuing from step %d: %s", after_step, reason)
-        return None
-    return state if state.step > after_step else None
+    try:
+        with Journal.open(folder) as journal:
+            state, reason = journal.read_state()
+            has_history = max(journal.steps(), default=0) > 1 or (folder / STATE).exists()
+            if state is not None and state.step > after_step:
+                reason = _unreadable(journal, version, state.version)
+    except UserError as error:
+        state, reason, has_history = None, str(error), True
+    if state is not None and not reason:
+        return state if state.step > after_step else None
+    if after_step == 0 and has_history:
+        raise CheckpointError(
+            f"the run cannot be continued: {reason}; and there is no checkpoint. Restore the file; or move {folder} away to "
+            "begin again from the base model (logra checkout writes the policy of any step whose updates are whole)"
+        )
+    logger.warning("continuing from step %d: %s", after_step, reason)
+    return None
+
+
+def _unreadable(journal: Journal, start: int, stop: int) -> str:
+    """Why the Updates between two versions cannot all be read; empty if they can (or an anchor leads over them)."""
+    try:
+        for index in range(max(start, journal.first), stop):
+            Packet.from_bytes(journal.read(index))
+    except UpdateError as error:
+        return str(error)
+    return ""
 
 
 def open_journal(
@@ -75,36 +104,41 @@ def open_journal(
     """The run's journal for writing, made if there is none. The method's weights are those of `version`, after `step`.
 
     model: name_or_path and revision; the digest of what never moves is added. tail: where the run goes on from, if the journal
-    is to lead beyond `version`. Raises `UpdateError` if the journal began with other weights, moving or frozen, or lacks
-    Updates that led to `version`. One whose history before that was compacted away is begun anew at `version`.
+    is to lead beyond `version`. Raises `UpdateError` if the journal began with other weights, moving or frozen. One that is
+    unreadable, or does not reach `version`, is moved aside (a checkpoint has the weights then) and a new one begins there.
     """
     frozen = frozen_digest(method.model, method.blocks())
-    if has_journal(folder):
-        journal = Journal.open(folder, write=True)
+    if any(folder.iterdir()) if folder.is_dir() else False:
         try:
-            _check_base(journal, method, version, frozen, model)
-            if version >= journal.oldest or tail is not None:
+            journal = Journal.open(folder, write=True)
+        except UserError as error:
+            if step == 0 or "being written" in str(error):
+                raise
+            _move_aside(folder, version, str(error))
+        else:
+            info = journal.info()
+            is_empty = info.next == info.origin == version and tail is None and journal.read_state()[0] is None
+            reason = "" if is_empty else _why_anew(journal, method, version, frozen, model, tail)
+            if not reason and not is_empty:
                 return journal
-        except BaseException:
             journal.close()
-            raise
-        logger.warning(
-            "%s holds only versions from %d on: going back to version %d begins a new journal",
-            folder,
-            journal.oldest,
-            version,
-        )
-        journal.close()
-        doomed = temporary_sibling(folder, "del")
-        os.rename(folder, doomed)
-        remove_tree(doomed)
+            if is_empty and version == 0:
+                remove_tree(folder)  # of a start that made no update: perhaps of another model
+            elif is_empty:
+                return Journal.open(folder, write=True)
+            else:
+                _move_aside(folder, version, reason)
+    return _create(folder, method, version, step, {**model, "frozen": frozen})
+
+
+def _create(folder: Path, method: LograMethod, version: int, step: int, model: Mapping[str, Any]) -> Journal:
     blocks = method.blocks()
     journal = Journal.create(
         folder,
         run=secrets.token_hex(16),
         base=method.digest(),
         targets=[[name, *block.shape] for name, block in blocks.items()],
-        model={**model, "frozen": frozen},
+        model=model,
         origin=version,
         origin_step=step,
     )
@@ -113,19 +147,36 @@ def open_journal(
     return journal
 
 
-def _check_base(journal: Journal, method: LograMethod, version: int, frozen: str, model: Mapping[str, Any]) -> None:
-    """Raise `UpdateError` unless the journal belongs to the method's weights of `version`."""
+def _move_aside(folder: Path, version: int, why: str) -> None:
+    aside = temporary_sibling(folder, "aside")
+    os.rename(folder, aside)
+    logger.warning("%s. A new journal begins at version %d; the old one is now %s", why, version, aside)
+
+
+def _why_anew(
+    journal: Journal,
+    method: LograMethod,
+    version: int,
+    frozen: str,
+    model: Mapping[str, Any],
+    tail: TailState | None,
+) -> str:
+    """Why the journal cannot be continued from `version`; empty if it can. Closes it and raises if the base model changed."""
     info = journal.info()
     if info.model.get("frozen") != frozen or (version == info.origin and method.digest() != info.base):
+        journal.close()
         raise UpdateError(
             f"the weights of {model.get('name_or_path')} are not those that {journal.folder} began with: the base model has "
             "changed. Restore it, or start a new run in another output_dir"
         )
-    if journal.next < version:
-        raise UpdateError(
-            f"{journal.folder} ends at version {journal.next}, the weights are at {version}: Updates are missing"
-            f"{f' ({info.problem})' if info.problem else ''}. Delete {journal.folder} to go on without that history"
+    if info.next < version:
+        problem = f" ({info.problem})" if info.problem else ""
+        return (
+            f"{journal.folder} ends at version {info.next}, the weights are at {version}: Updates are missing{problem}"
         )
+    if version < journal.oldest and tail is None:
+        return f"{journal.folder} holds only versions from {journal.oldest} on"
+    return ""
 
 
 def replay(journal: Journal, method: LograMethod, version: int, tail: TailState) -> None:
@@ -147,8 +198,8 @@ def replay(journal: Journal, method: LograMethod, version: int, tail: TailState)
 class History:
     """The trainer's recorder. See `logra.rl.trainer.Recorder`.
 
-    digest_every: Updates between digests in the packets (0: none). anchor_every, keep_anchors: Updates between anchors, and how
-    many are kept, older history being dropped (0: no anchors; None: all kept).
+    digest_every: Updates between digests in the packets (0: none); those of last_step have one too. anchor_every, keep_anchors:
+    Updates between anchors, and how many are kept, older history being dropped (0: no anchors; None: all kept).
     """
 
     def __init__(
@@ -159,8 +210,9 @@ class History:
         digest_every: int = 10,
         anchor_every: int = 0,
         keep_anchors: int | None = None,
+        last_step: int = 0,
     ):
-        self.journal, self.method = journal, method
+        self.journal, self.method, self.last_step = journal, method, last_step
         self.digest_every, self.anchor_every, self.keep_anchors = digest_every, anchor_every, keep_anchors
         self.publisher = Publisher(journal)
 
@@ -173,7 +225,7 @@ class History:
     def record(self, update: Update, step: int) -> Packet:
         version = update.index + 1
         is_anchor = self.anchor_every > 0 and version % self.anchor_every == 0
-        is_digest = self.digest_every > 0 and version % self.digest_every == 0
+        is_digest = self.digest_every > 0 and (version % self.digest_every == 0 or step == self.last_step)
         digest = self.method.digest() if is_anchor or is_digest else None
         packet = self.publisher.publish(update, step, digest)
         if is_anchor and digest is not None:

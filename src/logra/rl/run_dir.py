@@ -24,6 +24,7 @@ from logra.files import FileLock, write_atomic
 from logra.rl.checkpoint import MANIFEST, CheckpointStore
 from logra.rl.types import Rollout
 
+EMPTY_JOURNAL = {"header.json", ".lock", "acks"}  # of a start that made no update
 # A folder with one of these holds something worth keeping: it is a run.
 RESULTS = ("metrics.jsonl", "completions", "checkpoints", "journal", "final", "report.html")
 
@@ -73,8 +74,10 @@ class RunDir:
         self.close()
 
     def holds_run(self) -> bool:
-        """Whether there is a result of an earlier run here; a configuration alone is none."""
+        """Whether there is a result of an earlier run here; a configuration, or a journal without updates, is none."""
         for path in (self.path / name for name in RESULTS):
+            if path == self.journal and path.is_dir() and {p.name for p in path.iterdir()} <= EMPTY_JOURNAL:
+                continue
             if any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0:
                 return True
         return False

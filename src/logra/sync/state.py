@@ -24,7 +24,7 @@ from logra.files import write_atomic
 from logra.sync.anchors import encode_tensors
 from logra.sync.sealed import seal, unseal
 
-_JSON = "state.json"
+JSON = "state.json"
 _PATTERN = "state_*.safetensors"
 
 
@@ -50,7 +50,7 @@ def write_state(
             file.flush()
             os.fsync(file.fileno())
         body = {"step": step, "version": version, "head": head, "file": name, "sha256": sha256, "values": dict(values)}
-        write_atomic(folder / _JSON, seal(body))
+        write_atomic(folder / JSON, seal(body))
     except OSError as error:
         raise UpdateError(
             f"the state of step {step} could not be written to {folder}: {error}. The older one stays. Make room and resume"
@@ -61,7 +61,7 @@ def write_state(
 
 def read_state(folder: Path) -> tuple[TailState | None, str]:
     """The state, or None and why there is none."""
-    path = folder / _JSON
+    path = folder / JSON
     try:
         body = unseal(path.read_bytes())
         path = folder / Path(body["file"]).name
@@ -79,7 +79,7 @@ def read_state(folder: Path) -> tuple[TailState | None, str]:
 def _drop_others(folder: Path) -> None:
     """Delete the tensor files that the JSON does not name: of older states, of failed or killed writers."""
     try:
-        current = unseal((folder / _JSON).read_bytes()).get("file")
+        current = unseal((folder / JSON).read_bytes()).get("file")
     except FileNotFoundError:
         current = None
     except (OSError, ValueError):
