@@ -22,7 +22,7 @@ from logra.rl.methods.logra import LograMethod
 from logra.sketch.block import digest
 from logra.sketch.targets import clean_name
 from logra.sketch.update import Update
-from logra.sync.journal import HEADER, Journal
+from logra.sync.journal import HEADER, Journal, JournalBusyError
 from logra.sync.packet import Packet
 from logra.sync.publisher import Publisher
 from logra.sync.replay import bring_to
@@ -108,24 +108,23 @@ def open_journal(
     unreadable, or does not reach `version`, is moved aside (a checkpoint has the weights then) and a new one begins there.
     """
     frozen = frozen_digest(method.model, method.blocks())
-    if any(folder.iterdir()) if folder.is_dir() else False:
+    if folder.is_dir() and any(folder.iterdir()):
         try:
             journal = Journal.open(folder, write=True)
+        except JournalBusyError:
+            raise
         except UserError as error:
-            if step == 0 or "being written" in str(error):
+            if step == 0:
                 raise
             _move_aside(folder, version, str(error))
         else:
-            info = journal.info()
-            is_empty = info.next == info.origin == version and tail is None and journal.read_state()[0] is None
-            reason = "" if is_empty else _why_anew(journal, method, version, frozen, model, tail)
-            if not reason and not is_empty:
+            is_unused = version == 0 and journal.next == 0 and journal.read_state()[0] is None
+            reason = "" if is_unused else _why_anew(journal, method, version, frozen, model, tail)
+            if not reason and not is_unused:
                 return journal
             journal.close()
-            if is_empty and version == 0:
-                remove_tree(folder)  # of a start that made no update: perhaps of another model
-            elif is_empty:
-                return Journal.open(folder, write=True)
+            if is_unused:  # of a start that made no update, perhaps of another model
+                remove_tree(folder)
             else:
                 _move_aside(folder, version, reason)
     return _create(folder, method, version, step, {**model, "frozen": frozen})

@@ -43,6 +43,10 @@ SEGMENT_BYTES = 1 << 30
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks at the folder
 
 
+class JournalBusyError(UserError):
+    """Another process writes this journal."""
+
+
 class Journal:
     """A journal folder; make one with `Journal.create`, open one with `Journal.open`. A context manager. Thread-safe.
 
@@ -399,7 +403,7 @@ class Journal:
         try:
             self._lock.acquire()
         except BlockingIOError as error:
-            raise UserError(
+            raise JournalBusyError(
                 f"the journal {self.folder} is being written by {error.strerror}: one writer only"
             ) from error
         except OSError as error:
