@@ -171,6 +171,44 @@ def test_a_new_folder_from_another_runs_checkpoint_begins_its_own_journal(tmp_pa
     assert main(["checkout", str(branch), "--step", "1"]) == 2
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_branch_killed_before_its_own_checkpoint_goes_on(every, tmp_path, capsys):
+    """Its journal begins with an anchor; the base model alone does not lead there."""
+    flags = {"train.steps": 5, "algorithm.updates_per_step": 2}
+    straight = train(tmp_path / "straight", **flags | {"checkpoint.every": 2, "checkpoint.keep": 5})
+    branch, source = tmp_path / "branch", str(tmp_path / "straight" / "checkpoints" / "step_2")
+    flags["checkpoint.every"] = every
+    run = build_run(settings(branch, resume=source, **flags))
+    run.close()
+    with pytest.raises(CheckpointError, match="start again as the run was started"):
+        build_run(settings(branch, resume="auto", **flags))
+    run = build_run(settings(branch, resume=source, **flags))  # the same command once more
+    object.__setattr__(run.trainer.plan, "steps", 3)
+    object.__setattr__(run.trainer.plan, "checkpoint_every", 0)
+    run.trainer.fit()
+    run.close()
+    assert train(branch, resume="auto", **flags).method.digest() == straight.method.digest()
+    assert main(["checkout", str(branch), "--step", "5"]) == 0
+    for anchor in (branch / "journal").glob("anchor_*"):
+        anchor.unlink()
+    for checkpoint in (branch / "checkpoints").glob("step_*"):
+        checkpoint.rename(tmp_path / f"gone_{checkpoint.name}")
+    capsys.readouterr()
+    assert main(["checkout", str(branch), "--step", "5", "--output", str(tmp_path / "again")]) == 2
+    assert "anchor that is gone" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="gone or damaged"):
+        build_run(settings(branch, resume="auto", **flags))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split", "split beside"])
+def test_the_kl_to_the_reference_is_zero_in_the_first_step(kind, tmp_path):
+    flags = {"algorithm.kl_coef": 0.05, "model.name_or_path": "builtin:tiny-gpt2", "train.steps": 1}
+    flags |= {} if kind == "fp32" else {"method.weights": "split", "model.dtype": "bfloat16"}
+    flags |= {"method.dense_params": ["norms", "embeddings"]} if kind == "split beside" else {}
+    train(tmp_path / "run", **flags)
+    assert records(tmp_path / "run")[0]["kl"] == 0.0
+
+
 @pytest.mark.parametrize("changed", ["model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_other_base_weights_are_refused(tmp_path, changed):
     """Trained ones, and frozen ones, which no Update would ever show."""

@@ -1,6 +1,7 @@
 """Configuration: YAML, flags, faults with their fixes, and what is written back."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from logra.config.yaml_text import _Loader
 from logra.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 MINIMAL = {
     "model": {"name_or_path": "builtin:tiny-llama"},
     "data": {"name": "reasoning_gym:products"},
@@ -331,3 +333,27 @@ def test_identity_covers_what_a_run_computes_and_differences_name_it():
     )
     changed = cfg.differences(cfg.identity(first), cfg.identity(make(method__lr=0.5, seed=3)))
     assert changed == ["method.lr was 1e-05, is 0.5", "seed was 42, is 3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"method.name": "dense", "method.weights": "split"}, "belongs to method logra"),
+        ({"method.name": "lora", "method.dense_params": ["norms"]}, "dense_params belongs to method logra"),
+        ({"method.residual": "cpu"}, "needs weights=split"),
+        ({"method.weights": "split"}, "set model.dtype to bfloat16"),
+        ({"sync.serve": True, "method.name": "dense"}, "needs method logra"),
+        ({"sync.serve": True, "journal.enabled": False}, "journal.enabled"),
+        ({"sync.serve": True, "method.basis": "gaussian"}, "gaussian"),
+        ({"sync.serve": True, "sync.host": "0.0.0.0"}, "sync.token_file"),
+        ({"sync.subscribers": 1}, "set sync.serve to true"),
+        ({"journal.keep_anchors": 1}, "needs journal.anchor_every"),
+        ({"rollout.engine": "vllm", "method.name": "lora"}, "needs method logra"),
+        ({"rollout.vllm.fetch": True}, "needs rollout.vllm.url and sync.serve"),
+        ({"rollout.mismatch_limit": 0}, "greater than 0"),
+    ],
+)
+def test_combinations_that_cannot_be(flags, words):
+    data = cfg.apply_overrides(cfg.read_yaml(TINY), flags)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        cfg.make_config(data)

@@ -14,7 +14,7 @@ from logra.rl.history import History, find_tail, has_journal, open_journal, repl
 from logra.rl.methods.base import Method
 from logra.rl.methods.logra import LograMethod
 from logra.rl.run_dir import RunDir
-from logra.sync.http import Server, is_loopback, serve
+from logra.sync.http import Server, serve
 from logra.sync.journal import Journal
 from logra.sync.state import TailState
 from logra.sync.token import load_or_make_token
@@ -67,9 +67,10 @@ def build_history(
     method: Method,
     checkpoint: Checkpoint | None,
     tail: TailState | None,
+    token: tuple[str, Path] | None,
     closers: list[Callable[[], None]],
 ) -> History | None:
-    """The journal, open for writing, with the method's weights brought to the tail; served over HTTP if asked for."""
+    """The journal, open for writing, with the method's weights brought to the tail; served over HTTP with a token."""
     if not config.keeps_journal or not isinstance(method, LograMethod):
         return None
     version = version_of(checkpoint)
@@ -80,8 +81,8 @@ def build_history(
     closers.append(journal.close)
     if tail is not None:
         replay(journal, method, version, tail)
-    if config.sync.serve:
-        server = _serve(config.sync, folder, journal)
+    if token is not None:
+        server = _serve(config.sync, token, journal)
         closers.append(server.close)
     section = config.journal
     return History(
@@ -103,13 +104,18 @@ def _check_identity(path: Path, identity: Mapping[str, Any], config: cfg.Config)
         )
 
 
-def _serve(section: cfg.Sync, folder: RunDir, journal: Journal) -> Server:
-    """A host that is not loopback needs a token file of the user's own; else one is made in the run folder."""
+def sync_token(section: cfg.Sync, folder: RunDir) -> tuple[str, Path] | None:
+    """The bearer token and its file, if the journal is to be served; one is made in the run folder if none is given."""
+    if not section.serve:
+        return None
     given = Path(section.token_file).expanduser() if section.token_file else None
     if given is not None and not given.is_file():
         raise ConfigError(f"sync.token_file={given} does not exist: write a token of at least 16 characters into it")
     path = given or folder.path / "sync_token"
-    token = load_or_make_token(path) if given is not None or is_loopback(section.host) else None
-    server = serve(journal, token, host=section.host, port=section.port)
-    logger.warning("serving policy updates at %s, token in %s", server.url, path)
+    return load_or_make_token(path), path
+
+
+def _serve(section: cfg.Sync, token: tuple[str, Path], journal: Journal) -> Server:
+    server = serve(journal, token[0], host=section.host, port=section.port)
+    logger.warning("serving policy updates at %s, token in %s", server.url, token[1])
     return server

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,6 +15,7 @@ from logra.errors import CheckpointError
 from logra.rl.checkpoint import Checkpoint
 from logra.rl.history import has_journal, is_base
 from logra.rl.methods.base import Method, Schedule
+from logra.rl.methods.beside import store_split
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
 from logra.rl.models import load_model, pick_device, set_chat_template
@@ -53,8 +53,9 @@ def build_reference(
         reference: nn.Module = copy.deepcopy(model)
     else:
         reference = build_base(config, journal)
-    if config.method.weights == "split":
-        reference.to(pick_device(config.model.device), torch.bfloat16)
+    if config.method.weights == "split":  # stored as the policy is, so that the KL of the first step is 0
+        store_split(reference, config.method.targets, config.method.dense_params)
+        reference.to(pick_device(config.model.device))
     return reference.eval().requires_grad_(False)
 
 

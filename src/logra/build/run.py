@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from logra import config as cfg
 from logra.build.data import build_data, build_eval_data, build_evaluator, build_rewards
 from logra.build.engine import build_engine
-from logra.build.history import build_history, read_checkpoint, read_tail
+from logra.build.history import build_history, read_checkpoint, read_tail, sync_token
 from logra.build.model import build_base, build_method, build_model, build_reference, model_card
 from logra.integrations.trackers import make_trackers
 from logra.rl.checkpoint import CheckpointStore
@@ -85,6 +85,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
     checkpoint = read_checkpoint(store, resume, config, folder.verified)
     tail = read_tail(folder, checkpoint, config)
+    token = sync_token(config.sync, folder)
     model, tokenizer = build_model(config, checkpoint)
     eval_prompts = build_eval_data(config, tokenizer)
     held_out = {p.token_ids for p in eval_prompts} if config.eval and config.eval.hold_out else set()
@@ -95,7 +96,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     reference = build_reference(model, config, checkpoint, folder.journal)
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
-    history = build_history(config, folder, method, checkpoint, tail, closers)
+    history = build_history(config, folder, method, checkpoint, tail, token, closers)
     if config.rollout.engine == "vllm" and checkpoint is not None:
         build_base(config, folder.journal)  # vLLM starts from it: what never moves must still be the same
     engine = build_engine(config, method, tokenizer, folder, history)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from logra.rl.run_dir import RunDir
-    from logra.sketch.block import Block
     from logra.sync.journal import Journal
-    from logra.sync.replica import Replica
 
 
 def checkout(run: str, step: int, output: str | None, dtype: str | None) -> int:
@@ -58,10 +54,17 @@ def _journal_of(folder: RunDir, config: cfg.Config) -> Journal:
 
     if not has_journal(folder.journal):
         raise CheckpointError(
-            f"{folder.path} has no journal (method {config.method.name}, journal.enabled {config.journal.enabled}): only its "
-            "checkpoints are there"
+            f"{folder.path} has no journal ({_why_no_journal(config)}): only its checkpoints are there"
         )
     return Journal.open(folder.journal)
+
+
+def _why_no_journal(config: cfg.Config) -> str:
+    if config.method.name != "logra":
+        return f"method {config.method.name} makes no updates"
+    if config.method.basis == "gaussian":
+        return "updates of a gaussian basis cannot be stored"
+    return "journal.enabled is false" if not config.journal.enabled else "it was deleted, or the run has not begun"
 
 
 def _version_at(journal: Journal, folder: RunDir, step: int) -> int:
@@ -112,12 +115,12 @@ def _write(
     import torch
 
     from logra.build import model_card
+    from logra.errors import WrongBaseError
     from logra.rl.export import export_model
-    from logra.rl.history import frozen_digest
+    from logra.rl.history import frozen_digest, replica_at
     from logra.rl.models import load_model, set_chat_template
     from logra.sketch.block import blocks_of
     from logra.sync.replay import bring_to
-    from logra.sync.replica import Replica
 
     info = journal.info()
     checkpoint, start = _nearest(folder, version)
@@ -129,32 +132,16 @@ def _write(
         raise CheckpointError(
             f"{name} is not the model this run began with: weights that never move differ. Restore it"
         )
-    if checkpoint is None and info.origin:  # the base model does not lead to where this journal begins
-        replica = Replica(blocks, version=info.origin, run=info.run, base=info.base)
-        with journal.read_anchor(max(a.version for a in info.anchors if a.version <= version)) as anchor:
-            replica.load_anchor(anchor)
-    else:
-        replica = _replica(journal, blocks, start, name)
-    bring_to(journal, replica, version)
-    card = model_card(config, step)
-    export_model(model, tokenizer, target, card=card, dtype=None if dtype is None else getattr(torch, dtype))
-    return replica.digest()
-
-
-def _replica(journal: Journal, blocks: Mapping[str, Block], start: int, name: str) -> Replica:
-    """Blocks at version `start` of the journal's run."""
-    from logra.errors import UpdateError, WrongBaseError
-    from logra.sync.replica import Replica
-
-    info, head = journal.info(), None
-    with contextlib.suppress(UpdateError):  # compacted away: an anchor leads on then
-        head = journal.head_at(start)
     try:
-        return Replica(blocks, version=start, run=info.run, base=info.base, head=head)
+        replica = replica_at(journal, blocks, start, version)
     except WrongBaseError as error:
         raise CheckpointError(
             f"{name} is not the model this run began with ({error}). Restore it, or choose a step after a checkpoint"
         ) from error
+    bring_to(journal, replica, version)
+    card = model_card(config, step)
+    export_model(model, tokenizer, target, card=card, dtype=None if dtype is None else getattr(torch, dtype))
+    return replica.digest()
 
 
 def _base(config: cfg.Config) -> tuple[str, str | None]:
@@ -257,7 +244,7 @@ def _facts(log: Journal, folder: RunDir) -> dict[str, Any]:
         "journal_bytes": sum(f.stat().st_size for f in folder.journal.rglob("*") if f.is_file()),
         "anchors": [anchor.version for anchor in info.anchors],
     }
-    if sizes:
+    if sizes and info.packet_bytes:
         facts |= {
             "checkpoint_bytes": max(sizes),
             "checkpoint_to_update": round(max(sizes) / max(1, info.packet_bytes), 1),

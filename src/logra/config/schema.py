@@ -357,6 +357,13 @@ class Config(Section):
             raise ValueError(
                 "sync.serve serves the journal: it needs method logra, a basis other than gaussian and journal.enabled"
             )
+        if self.journal.keep_anchors is not None and not self.journal.anchor_every:
+            raise ValueError("journal.keep_anchors keeps the newest anchors: it needs journal.anchor_every")
+        if self.sync.serve and self.sync.token_file is None and self.sync.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(
+                f"sync.host={self.sync.host} opens the run to other machines: give a token of your own (sync.token_file), and "
+                "put a reverse proxy with TLS before it; or listen on 127.0.0.1"
+            )
         if self.sync.subscribers and not self.sync.serve:
             raise ValueError("sync.subscribers waits for subscribers over HTTP: set sync.serve to true")
         if self.train.microbatch_size > total // updates:

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from logra.errors import CheckpointError, UpdateError, UserError
+from logra.errors import CheckpointError, UpdateError, UpdateOrderError, UserError
 from logra.files import remove_tree, temporary_sibling
 from logra.rl.methods.logra import LograMethod
-from logra.sketch.block import digest
+from logra.sketch.block import Block, digest
 from logra.sketch.targets import clean_name
 from logra.sketch.update import Update
 from logra.sync.journal import HEADER, Journal, JournalBusyError
@@ -66,7 +66,8 @@ def find_tail(folder: Path, after_step: int, version: int) -> TailState | None:
     try:
         with Journal.open(folder) as journal:
             state, reason = journal.read_state()
-            has_history = max(journal.steps(), default=0) > 1 or (folder / STATE).exists()
+            origin = journal.info().origin
+            has_history = max(journal.steps(), default=0) > 1 or (folder / STATE).exists() or origin > 0
             if state is not None and state.step > after_step:
                 reason = _unreadable(journal, version, state.version)
     except UserError as error:
@@ -75,8 +76,8 @@ def find_tail(folder: Path, after_step: int, version: int) -> TailState | None:
         return state if state.step > after_step else None
     if after_step == 0 and has_history:
         raise CheckpointError(
-            f"the run cannot be continued: {reason}; and there is no checkpoint. Restore the file; or move {folder} away to "
-            "begin again from the base model (logra checkout writes the policy of any step whose updates are whole)"
+            f"the run cannot be continued: {reason}; and there is no checkpoint. Restore the file; or move {folder} away and "
+            "start again as the run was started (logra checkout writes the policy of any step whose updates are whole)"
         )
     logger.warning("continuing from step %d: %s", after_step, reason)
     return None
@@ -85,7 +86,13 @@ def find_tail(folder: Path, after_step: int, version: int) -> TailState | None:
 def _unreadable(journal: Journal, start: int, stop: int) -> str:
     """Why the Updates between two versions cannot all be read; empty if they can (or an anchor leads over them)."""
     try:
-        for index in range(max(start, journal.first), stop):
+        if start < journal.first:
+            anchors = [anchor.version for anchor in journal.anchors if anchor.version <= stop]
+            if not anchors:
+                return f"the anchor that {journal.folder} begins with is gone or damaged"
+            start = anchors[-1]
+            journal.read_anchor(start).close()
+        for index in range(start, stop):
             Packet.from_bytes(journal.read(index))
     except UpdateError as error:
         return str(error)
@@ -118,14 +125,15 @@ def open_journal(
                 raise
             _move_aside(folder, version, str(error))
         else:
-            is_unused = version == 0 and journal.next == 0 and journal.read_state()[0] is None
-            reason = "" if is_unused else _why_anew(journal, method, version, frozen, model, tail)
-            if not reason and not is_unused:
-                return journal
-            journal.close()
-            if is_unused:  # of a start that made no update, perhaps of another model
-                remove_tree(folder)
+            is_unused = tail is None and journal.next == journal.info().origin and journal.read_state()[0] is None
+            if is_unused and not _is_that_of(journal, method, version, frozen):
+                journal.close()
+                remove_tree(folder)  # of a start that made no update, perhaps of another model
             else:
+                reason = _why_anew(journal, method, version, frozen, model, tail)
+                if not reason:
+                    return journal
+                journal.close()
                 _move_aside(folder, version, reason)
     return _create(folder, method, version, step, {**model, "frozen": frozen})
 
@@ -150,6 +158,14 @@ def _move_aside(folder: Path, version: int, why: str) -> None:
     aside = temporary_sibling(folder, "aside")
     os.rename(folder, aside)
     logger.warning("%s. A new journal begins at version %d; the old one is now %s", why, version, aside)
+
+
+def _is_that_of(journal: Journal, method: LograMethod, version: int, frozen: str) -> bool:
+    """Whether a journal without updates is of these very weights and targets."""
+    info = journal.info()
+    table = [(name, *block.shape) for name, block in method.blocks().items()]
+    same = info.origin == version and info.base == method.digest() and info.model.get("frozen") == frozen
+    return same and sorted(info.targets) == sorted(table)
 
 
 def _why_anew(
@@ -178,15 +194,31 @@ def _why_anew(
     return ""
 
 
-def replay(journal: Journal, method: LograMethod, version: int, tail: TailState) -> None:
-    """Bring the method's weights from `version` to the tail's by the journal's Updates, each checked."""
+def replica_at(journal: Journal, blocks: Mapping[str, Block], version: int, goal: int) -> Replica:
+    """A replica that the journal can bring to `goal`. blocks: of version `version`, or of the base model where the journal
+    begins later: an anchor is loaded over them then. Raises `UpdateError` of the kind that says what is wrong."""
     info = journal.info()
+    if version < info.origin:
+        anchors = [anchor.version for anchor in info.anchors if anchor.version <= goal]
+        if not anchors:
+            raise UpdateOrderError(
+                f"{journal.folder} begins at version {info.origin} with an anchor that is gone or damaged: nothing leads to "
+                f"version {goal}"
+            )
+        replica = Replica(blocks, version=info.origin, run=info.run, base=info.base)
+        with journal.read_anchor(anchors[-1]) as anchor:
+            replica.load_anchor(anchor)
+        return replica
     head = None
     with contextlib.suppress(UpdateError):  # compacted away: the way leads over an anchor then
         head = journal.head_at(version)
-    replica = Replica(method.blocks(), version=version, run=info.run, base=info.base, head=head)
+    return Replica(blocks, version=version, run=info.run, base=info.base, head=head)
+
+
+def replay(journal: Journal, method: LograMethod, version: int, tail: TailState) -> None:
+    """Bring the method's weights from `version` to the tail's by the journal's Updates, each checked."""
     try:
-        bring_to(journal, replica, tail.version)
+        bring_to(journal, replica_at(journal, method.blocks(), version, tail.version), tail.version)
     except UpdateError as error:
         raise CheckpointError(
             f"the run cannot be continued at step {tail.step}: {error}. Name its last checkpoint to continue from there "

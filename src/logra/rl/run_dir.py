@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from logra.files import FileLock, write_atomic
 from logra.rl.checkpoint import MANIFEST, CheckpointStore
 from logra.rl.types import Rollout
 
-EMPTY_JOURNAL = {"header.json", ".lock", "acks"}  # of a start that made no update
+UNUSED_JOURNAL = re.compile(r"header\.json|acks|anchor_.*")  # what is in that of a start that made no update
 # A folder with one of these holds something worth keeping: it is a run.
 RESULTS = ("metrics.jsonl", "completions", "checkpoints", "journal", "final", "report.html")
 
@@ -76,15 +77,23 @@ class RunDir:
     def holds_run(self) -> bool:
         """Whether there is a result of an earlier run here; a configuration, or a journal without updates, is none."""
         for path in (self.path / name for name in RESULTS):
-            if path == self.journal and path.is_dir() and {p.name for p in path.iterdir()} <= EMPTY_JOURNAL:
-                continue
-            if any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0:
+            if path.is_dir():
+                names = {p.name for p in path.iterdir()} - {".lock"}
+                unused = path == self.journal and all(UNUSED_JOURNAL.fullmatch(name) for name in names)
+                if names and not unused:
+                    return True
+            elif path.is_file() and path.stat().st_size > 0:
                 return True
         return False
 
     def write_config(self, text: str) -> None:
-        """Replace `config.yaml`."""
-        write_atomic(self.config, text.encode())
+        """Replace `config.yaml`. Raises UserError if the disk is full."""
+        try:
+            write_atomic(self.config, text.encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.config}: {error}. Free some space, or choose another output_dir"
+            ) from error
 
     def rewind(self, step: int) -> None:
         """Drop metrics and completions of steps after `step` (-1: all), which a resumed run is about to do again."""

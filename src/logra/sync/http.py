@@ -41,6 +41,7 @@ __all__ = ["HttpSource", "Server", "is_loopback", "make_app", "serve"]
 
 MAX_WAIT_S = 30.0
 MAX_CONNECTIONS = 256
+SILENCE_S = 10.0  # a connection that has not sent a whole request head by then is closed
 _BODY_TIMEOUT_S = 10.0
 _POLL_S = 0.02
 _CHUNK = 1 << 20
@@ -77,7 +78,7 @@ class Server:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _make_server(config)
         self._socket = sock
         self._thread = threading.Thread(target=self._run, name="logra-sync-http", daemon=True)
         self._thread.start()
@@ -103,6 +104,31 @@ class Server:
         self._server.run(sockets=[self._socket])
 
 
+def _make_server(config: Any) -> Any:
+    """uvicorn's server, which also closes connections that say nothing: it counts them, and has no limit for a first request."""
+    import uvicorn
+
+    class Impatient(uvicorn.Server):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._silent_since: dict[Any, float] = {}
+
+        async def on_tick(self, counter: int) -> bool:
+            if counter % 10 == 0:
+                self._close_silent()
+            return await super().on_tick(counter)
+
+        def _close_silent(self) -> None:
+            now = time.monotonic()
+            silent = {c for c in self.server_state.connections if getattr(c, "cycle", self) is None}
+            self._silent_since = {c: self._silent_since.get(c, now) for c in silent}
+            for connection, since in self._silent_since.items():
+                if now - since > SILENCE_S and connection.transport is not None:
+                    connection.transport.close()
+
+    return Impatient(config)
+
+
 def serve(
     log: Log, token: str | None = None, *, host: str = "127.0.0.1", port: int = 0, token_file: Path | str | None = None
 ) -> Server:
@@ -114,8 +140,8 @@ def serve(
     """
     if token is None and not is_loopback(host):
         raise UserError(
-            f"listening on {host} opens the run to other machines: give a token of your own, and put a reverse proxy with TLS "
-            "before it. Or listen on 127.0.0.1"
+            f"listening on {host} opens the run to other machines: give a token of your own (sync.token_file), and put a reverse "
+            "proxy with TLS before it. Or listen on 127.0.0.1"
         )
     if token is None:
         token = secrets.token_urlsafe(32) if token_file is None else load_or_make_token(token_file)
@@ -134,7 +160,9 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.listen(128)
     except (OSError, OverflowError) as error:
         sock.close()
-        raise UserError(f"cannot listen on {host}, port {port}: {error}. Choose another sync port") from error
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error}. Choose another sync.host or sync.port"
+        ) from error
     return sock
 
 

@@ -163,7 +163,7 @@ class HttpSource:
             except (self._httpx.TransportError, _BusyError) as error:
                 if time.monotonic() + pause > deadline:
                     raise UnreachableError(
-                        f"the publisher at {self.url} cannot be reached ({type(error).__name__}: {error}). Check that the "
+                        f"the publisher at {self.url} cannot be reached ({error or type(error).__name__}). Check that the "
                         "trainer runs, and the address"
                     ) from error
             except self._httpx.HTTPError as error:

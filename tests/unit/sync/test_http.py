@@ -9,7 +9,16 @@ import time
 import pytest
 
 from logra.errors import DamagedUpdateError, UpdateError, UserError
-from logra.sync import HttpSource, NotYetError, Replica, Subscriber, UnreachableError, load_or_make_token, serve
+from logra.sync import (
+    HttpSource,
+    MemoryLog,
+    NotYetError,
+    Replica,
+    Subscriber,
+    UnreachableError,
+    load_or_make_token,
+    serve,
+)
 from logra.sync.http import is_loopback
 from sync_kit import TOKEN, Trainer, digest_at, make_blocks, new_memory
 
@@ -318,3 +327,20 @@ def test_many_subscribers_at_once(server, log):
         thread.join(30)
     assert not errors
     trainer.publisher.wait_for([f"s{i}" for i in range(6)], 5, timeout_s=1)
+
+
+def test_connections_that_say_nothing_are_closed(monkeypatch):
+    """They count against the limit, so a few hundred of them would shut every subscriber out."""
+    monkeypatch.setattr("logra.sync.http.SILENCE_S", 0.5)
+    monkeypatch.setattr("logra.sync.http.MAX_CONNECTIONS", 8)
+    log = MemoryLog(run="ab", base="cd", targets=[["w", 2, 3]])
+    with serve(log) as server, HttpSource(server.url, server.token, patience_s=20) as source:
+        assert source.info().run == "ab"
+        address = server.url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((address[0], int(address[1]))) for _ in range(10)]
+        silent[0].sendall(b"GET /info HTTP/1.1\r\n")  # half a head
+        with HttpSource(server.url, server.token, patience_s=20) as other:
+            assert other.info().run == "ab"
+        assert source.info().run == "ab"  # a connection that has been used is kept
+        for sock in silent:
+            sock.close()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from logra.errors import ModelError
-from logra.sketch.targets import clean_name
+from logra.sketch.split import split
+from logra.sketch.targets import clean_name, select_targets
 
 KINDS = ("norms", "embeddings", "head", "biases")
 
@@ -67,3 +68,15 @@ def compact_frozen(model: nn.Module, moving: Collection[str]) -> bool:
     for parameter in frozen:
         parameter.data = parameter.data.to(torch.bfloat16)
     return True
+
+
+def store_split(model: nn.Module, targets: Sequence[str] | str | None, dense_params: Sequence[str]) -> None:
+    """Store a model that will not move as one that is trained with split weights is stored: the same forward pass."""
+    chosen = select_targets(model, targets)[0]
+    dense = choose_dense(model, dense_params, [t.name for t in chosen])
+    compact_frozen(model, {*(t.name for t in chosen), *dense})
+    for target in chosen:
+        if target.weight.dtype == torch.float32:
+            target.weight.data = split(target.weight.detach())[0]
+    for parameter in dense.values():
+        parameter.data = parameter.data.float()
