@@ -3,8 +3,10 @@
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from logra import config as cfg
 from logra.build import build_run
 from logra.cli.main import main
 from logra.errors import CheckpointError, ConfigError, UpdateError
-from logra.sketch.block import digest
+from logra.rl.tiny import char_tokenizer, tiny_model
+from logra.sketch.block import blocks_of, digest
+from logra.sync import HttpSource, Replica, Subscriber
 from logra.sync.journal import Journal
 from logra.sync.packet import Packet
 
@@ -140,6 +144,86 @@ def test_going_back_to_a_named_checkpoint_drops_the_later_history(tmp_path):
         assert journal.steps() == sorted(set(journal.steps()))
 
 
+class Follower(threading.Thread):
+    """A subscriber over HTTP in this process, slower than the trainer. stranger: with other weights."""
+
+    def __init__(self, folder, name, stranger=False):
+        super().__init__(daemon=True)
+        self.folder, self.who = folder, name
+        self.model = tiny_model(seed=8 if stranger else 7, spread=0.1)  # not in the thread: torch has one generator
+        self.error = self.digest = self.version = None
+
+    def run(self):
+        try:
+            self.follow()
+        except Exception as error:
+            self.error = error
+
+    def follow(self):
+        token = self.folder / "sync_token"
+        while not token.exists():
+            time.sleep(0.01)
+        with HttpSource(f"http://127.0.0.1:{PORT}", token.read_text().strip(), patience_s=60) as source:
+            names = [name for name, _, _ in source.info().targets]
+            subscriber = Subscriber(source, Replica(blocks_of(self.model, names)), self.who)
+            subscriber.sync()
+            while subscriber.version < 4:
+                time.sleep(1.0)
+                subscriber.sync()
+            self.version, self.digest = subscriber.version, subscriber.replica.digest()
+
+
+with socket.socket() as _free:
+    _free.bind(("127.0.0.1", 0))
+    PORT = _free.getsockname()[1]
+
+
+def test_subscribers_of_a_run_reach_its_end_and_a_stranger_is_only_logged(tmp_path, caplog):
+    folder = tmp_path / "run"
+    follower, stranger = Follower(folder, "evaluator"), Follower(folder, "stranger", stranger=True)
+    follower.start()
+    stranger.start()
+    flags = {"sync.serve": True, "sync.port": PORT, "sync.subscribers": 1, "sync.timeout_s": 60.0}
+    trainer = train(folder, **flags)
+    follower.join(timeout=60)
+    stranger.join(timeout=60)
+    assert follower.error is None and follower.digest == trainer.method.digest()
+    assert "another base model" in str(stranger.error) and "stranger" in caplog.text
+    assert "not at its last version: evaluator" not in caplog.text
+    assert (folder / "sync_token").stat().st_mode & 0o777 == 0o600
+    secret = (folder / "sync_token").read_text().strip()
+    assert secret not in caplog.text and secret not in (folder / "config.yaml").read_text()
+
+
+def test_nobody_comes(tmp_path):
+    flags = {"sync.serve": True, "sync.subscribers": 1, "sync.timeout_s": 0.2}
+    with pytest.raises(UpdateError, match="1 more of 1 subscribers"):
+        train(tmp_path / "run", **flags)
+    assert train(tmp_path / "run").step == 4  # nothing had begun: the folder is free
+
+
+def test_going_back_leaves_an_anchor_for_subscribers_that_were_further_on(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, **{"checkpoint.every": 2})
+    run = build_run(
+        settings(folder, resume=str(folder / "checkpoints" / "step_2"), **{"sync.serve": True, "checkpoint.every": 2})
+    )
+    try:
+        assert [a.version for a in run.history.journal.anchors] == [2] and run.history.journal.next == 2
+    finally:
+        run.close()
+
+
+def test_checkout_from_another_directory_finds_a_relative_model(tmp_path, monkeypatch):
+    (tmp_path / "here" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    char_tokenizer().save_pretrained("base")
+    tiny_model(seed=7, spread=0.1).save_pretrained("base")
+    train("run", **{"model.name_or_path": "base"})
+    monkeypatch.chdir(tmp_path)
+    assert main(["checkout", "here/run", "--step", "2"]) == 0
+
+
 def test_a_damaged_state_falls_back_to_the_checkpoint(tmp_path, caplog):
     straight = train(tmp_path / "straight")
     folder = tmp_path / "run"
@@ -226,8 +310,6 @@ def test_other_base_weights_are_refused(tmp_path, changed):
 
 
 def test_a_reference_is_only_taken_from_the_same_base(tmp_path):
-    from logra.rl.tiny import char_tokenizer, tiny_model
-
     folder, model = tmp_path / "model", tiny_model(seed=7, spread=0.1)
     char_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)

@@ -15,7 +15,6 @@ from logra.rl.methods.base import Method
 from logra.rl.methods.logra import LograMethod
 from logra.rl.run_dir import RunDir
 from logra.sync.http import Server, serve
-from logra.sync.journal import Journal
 from logra.sync.state import TailState
 from logra.sync.token import load_or_make_token
 
@@ -67,23 +66,23 @@ def build_history(
     method: Method,
     checkpoint: Checkpoint | None,
     tail: TailState | None,
-    token: tuple[str, Path] | None,
     closers: list[Callable[[], None]],
 ) -> History | None:
-    """The journal, open for writing, with the method's weights brought to the tail; served over HTTP with a token."""
+    """The journal, open for writing, with the method's weights brought to the tail."""
     if not config.keeps_journal or not isinstance(method, LograMethod):
         return None
     version = version_of(checkpoint)
-    model = {"name_or_path": config.model.name_or_path, "revision": config.model.revision}
+    name = config.model.name_or_path
+    local = Path(name).expanduser()
+    model = {"name_or_path": name, "revision": config.model.revision}
+    if local.is_dir():
+        model["folder"] = str(local.resolve())  # for `logra checkout` from another directory
     journal = open_journal(
         folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model, tail=tail
     )
     closers.append(journal.close)
     if tail is not None:
         replay(journal, method, version, tail)
-    if token is not None:
-        server = _serve(config.sync, token, journal)
-        closers.append(server.close)
     section = config.journal
     return History(
         journal,
@@ -115,7 +114,8 @@ def sync_token(section: cfg.Sync, folder: RunDir) -> tuple[str, Path] | None:
     return load_or_make_token(path), path
 
 
-def _serve(section: cfg.Sync, token: tuple[str, Path], journal: Journal) -> Server:
-    server = serve(journal, token[0], host=section.host, port=section.port)
+def start_serving(section: cfg.Sync, token: tuple[str, Path], history: History) -> Server:
+    """Serve the journal, as it is when the run begins: nothing of a branch that was left is ever served."""
+    server = serve(history.journal, token[0], host=section.host, port=section.port)
     logger.warning("serving policy updates at %s, token in %s", server.url, token[1])
     return server

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from logra import config as cfg
 from logra.build.data import build_data, build_eval_data, build_evaluator, build_rewards
 from logra.build.engine import build_engine
-from logra.build.history import build_history, read_checkpoint, read_tail, sync_token
+from logra.build.history import build_history, read_checkpoint, read_tail, start_serving, sync_token
 from logra.build.model import build_base, build_method, build_model, build_reference, model_card
 from logra.integrations.trackers import make_trackers
 from logra.rl.checkpoint import CheckpointStore
@@ -33,6 +33,8 @@ from logra.rl.types import Sampling
 from logra.sync.state import TailState
 
 logger = logging.getLogger(__name__)
+
+LINGER_S = 60.0  # how long a finished run waits for subscribers that lag behind
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Run:
             self.history.start(self.config.sync.subscribers, self.config.sync.timeout_s)
         self.trainer.fit()
         self.trainer.export(self.folder.final)
+        if self.history is not None and self.config.sync.serve:
+            self.history.finish(min(self.config.sync.timeout_s, LINGER_S))
         return self.folder.final
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -96,7 +100,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     reference = build_reference(model, config, checkpoint, folder.journal)
     prepare(model, config.model.gradient_checkpointing)
     method = build_method(config, model)
-    history = build_history(config, folder, method, checkpoint, tail, token, closers)
+    history = build_history(config, folder, method, checkpoint, tail, closers)
     if config.rollout.engine == "vllm" and checkpoint is not None:
         build_base(config, folder.journal)  # vLLM starts from it: what never moves must still be the same
     engine = build_engine(config, method, tokenizer, folder, history)
@@ -141,7 +145,9 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     if start is not None:
         run.trainer.load(start.tensors, start.values if isinstance(start, TailState) else start.state)
     if history is not None:
-        history.journal.truncate(method.num_updates)
+        history.go_back(method.num_updates, served=token is not None)
+        if token is not None:
+            closers.append(start_serving(config.sync, token, history).close)
     if start is not None:
         store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
     folder.rewind(run.trainer.step if start is not None else -1)  # a run that begins evaluates its step 0 again

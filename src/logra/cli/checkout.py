@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def _write(
 
     info = journal.info()
     checkpoint, start = _nearest(folder, version)
-    name, revision = (str(checkpoint / "model"), None) if checkpoint else _base(config)
+    name, revision = (str(checkpoint / "model"), None) if checkpoint else _base(config, info.model)
     model, tokenizer = load_model(name, revision=revision, device="cpu", seed=config.seed)
     set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
     blocks = blocks_of(model, [target_name for target_name, _, _ in info.targets])
@@ -144,8 +145,12 @@ def _write(
     return replica.digest()
 
 
-def _base(config: cfg.Config) -> tuple[str, str | None]:
-    return config.model.name_or_path, config.model.revision
+def _base(config: cfg.Config, recorded: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The base model; a folder that was named relative to another directory by its whole path."""
+    name, folder = config.model.name_or_path, recorded.get("folder")
+    if folder is not None and not Path(name).expanduser().is_dir() and Path(folder).is_dir():
+        return folder, None
+    return name, config.model.revision
 
 
 def _nearest(folder: RunDir, version: int) -> tuple[Path | None, int]:

@@ -131,8 +131,9 @@ def _from_run(run: Path) -> Source:
     has_final = (folder.final / "config.json").is_file()
     if newest is None and not has_final:
         raise CheckpointError(
-            f"the run {run} has no whole checkpoint and no final model yet: wait for its first checkpoint "
-            "(checkpoint.every), or evaluate another model with --recipe" + "".join(f"; {note}" for note in notes)
+            f"the run {run} has no whole checkpoint and no final model yet: wait for its first checkpoint (checkpoint.every), "
+            "write the policy of a step with logra checkout, or evaluate another model with --recipe"
+            + "".join(f"; {note}" for note in notes)
         )
     if newest is not None and (final_step is None or final_step <= _number(newest)):
         return _from_checkpoint(newest, (*notes, f"evaluating {newest}"))

@@ -245,13 +245,27 @@ class History:
     ):
         self.journal, self.method, self.last_step = journal, method, last_step
         self.digest_every, self.anchor_every, self.keep_anchors = digest_every, anchor_every, keep_anchors
-        self.publisher = Publisher(journal)
+        self.publisher = Publisher(journal, tolerant=True)
+
+    def go_back(self, version: int, *, served: bool) -> None:
+        """Drop what lies beyond `version`, which the run now does again. served: then leave an anchor, where there is none, from
+        which subscribers that were further on can start again."""
+        was_beyond = self.journal.next > version
+        self.journal.truncate(version)
+        if served and was_beyond and not self.journal.anchors:
+            self.journal.write_anchor(version, self.method.blocks(), self.method.digest())
 
     def start(self, subscribers: int, timeout_s: float) -> None:
         """Wait until that many subscribers have acknowledged the version the trainer starts from."""
         self.publisher.know(self.journal.next, self.method.digest())
         if subscribers:
             self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """Let subscribers reach the last version before the server goes; says who has not."""
+        late = self.publisher.drain(timeout_s)
+        if late:
+            logger.warning("the run is over, and not at its last version: %s", ", ".join(late))
 
     def record(self, update: Update, step: int) -> Packet:
         version = update.index + 1

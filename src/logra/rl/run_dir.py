@@ -117,7 +117,7 @@ class RunDir:
             raise ConfigError(f"cannot write the run folder {self.path}: {error}. Choose another output_dir") from error
 
     def _resume_from(self, resume: str | Path) -> Path | None:
-        if resume == "auto":
+        if resume == "auto" or (resume != "never" and Path(resume).resolve() == self.path.resolve()):
             self.verified, self.skipped = CheckpointStore(self.checkpoints).latest_with_report()
             return self.verified
         checkpoint = None if resume == "never" else find_checkpoint(Path(resume))

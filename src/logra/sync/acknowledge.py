@@ -133,6 +133,11 @@ class AckFolder:
                 f"{ack.name} cannot acknowledge in {self.folder}: {error}. It must be allowed to write there"
             ) from error
 
+    def clear(self) -> None:
+        """Forget all: a new session begins, and those who still follow speak again."""
+        for path in self.folder.glob("*.json"):
+            path.unlink(missing_ok=True)
+
     def all(self) -> dict[str, Acknowledgement]:
         """By name. A file that is no acknowledgement is logged and left out."""
         found = {}

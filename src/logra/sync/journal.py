@@ -412,6 +412,7 @@ class Journal:
     def _begin_session(self) -> None:
         self._header.session = secrets.token_hex(8)
         self._header.write()
+        self._acks.clear()
 
     def _look(self) -> None:
         """See what another process has written. A writer knows better than the disk."""

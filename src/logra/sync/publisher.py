@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -10,6 +11,8 @@ from logra.sketch.update import Update
 from logra.sync.acknowledge import Acknowledgement
 from logra.sync.log import Log
 from logra.sync.packet import Packet
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 
@@ -23,11 +26,15 @@ class Publisher:
 
     consumes: Updates, in order. waits for: `wait_for` waits for acknowledgements. unblocked by: the subscribers, its timeout.
     produces: packets in the log.
+
+    tolerant: only subscribers that `wait_for` has waited for can stop the publisher; trouble of any other is logged, once.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, *, tolerant: bool = False) -> None:
         info = log.info()
-        self.log = log
+        self.log, self.tolerant = log, tolerant
+        self._required: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         self._run, self._base = info.run, info.base
         self._digests = {anchor.version: anchor.digest for anchor in info.anchors} | {info.origin: info.base}
 
@@ -59,10 +66,15 @@ class Publisher:
         return {n: a for n, a in found.items() if (a.run, a.session) == (self._run, session)}
 
     def check(self) -> None:
-        """Raise `SubscriberError` if any subscriber reports an error, lacks a target, or has other weights at a known version."""
-        info = self.log.info()
-        for ack in self._current(info.session).values():
-            self._check_one(ack, info.next)
+        """Raise `SubscriberError` if a subscriber reports an error, lacks a target, or has other weights at a known version."""
+        newest = self.log.info().next
+        for ack in self.acknowledgements().values():
+            trouble = self._trouble(ack, newest)
+            if trouble and (ack.name in self._required or not self.tolerant):
+                raise SubscriberError(trouble)
+            if trouble and (ack.name, trouble) not in self._told:
+                self._told.add((ack.name, trouble))
+                logger.warning("%s", trouble)
 
     def wait_for(self, subscribers: Iterable[str] | int, version: int = 0, timeout_s: float = 60.0) -> None:
         """Return when all of `subscribers` (names, or how many) have acknowledged `version` or a later one since this start.
@@ -71,13 +83,16 @@ class Publisher:
         rollout comes from other weights. Raises `SubscriberError` naming who has not, and what they reported.
         """
         names = None if isinstance(subscribers, int) else list(subscribers)
+        self._required |= set(names or ())
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()
-            ready = {name for name, ack in self.acknowledgements().items() if ack.version >= version}
+            newest, acks = self.log.info().next, self.acknowledgements()
+            ready = {n for n, ack in acks.items() if ack.version >= version and not self._trouble(ack, newest)}
             late = [name for name in names or () if name not in ready]
             lacking = max(0, subscribers - len(ready)) if isinstance(subscribers, int) else len(late)
             if not lacking:
+                self._required |= ready
                 return
             if time.monotonic() >= deadline:
                 who = (
@@ -89,18 +104,25 @@ class Publisher:
                 )
             time.sleep(_POLL_S)
 
-    def _check_one(self, ack: Acknowledgement, newest: int) -> None:
+    def drain(self, timeout_s: float) -> list[str]:
+        """Give those who follow time to reach the newest version; the names of those who have not after `timeout_s`."""
+        newest, deadline = self.log.info().next, time.monotonic() + timeout_s
+        while True:
+            late = [name for name, ack in self.acknowledgements().items() if ack.version < newest]
+            if not late or time.monotonic() >= deadline:
+                return late
+            time.sleep(_POLL_S)
+
+    def _trouble(self, ack: Acknowledgement, newest: int) -> str:
+        """What is wrong with a subscriber; empty if nothing is."""
         expected = self._digests.get(ack.version)
         if ack.error or ack.missing_count or ack.unexpected_count:
-            raise SubscriberError(f"a subscriber is in trouble: {ack.describe()}")
+            return f"a subscriber is in trouble: {ack.describe()}"
         if ack.version > newest:
-            raise SubscriberError(
-                f"{ack.name} is at version {ack.version}, but the newest is {newest}: it follows another branch"
-            )
+            return f"{ack.name} is at version {ack.version}, but the newest is {newest}: it follows another branch"
         if expected is not None and ack.digest is not None and ack.digest != expected:
-            raise SubscriberError(
-                f"{ack.name} has diverged: at version {ack.version} its digest is {ack.digest}, the trainer's is {expected}"
-            )
+            return f"{ack.name} has diverged: at version {ack.version} its digest is {ack.digest}, the trainer's is {expected}"
+        return ""
 
     def _last_word(self, name: str) -> str:
         ack = self.log.acknowledgements().get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -25,26 +26,30 @@ def load_or_make_token(path: Path | str) -> str:
     Raises `UserError` if others may read it, or it holds no token.
     """
     path = Path(path)
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    if path.exists():
         return _load(path)
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another process was quicker: its token counts
+            os.link(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write the token file {path}: {error}") from error
-    token = secrets.token_urlsafe(32)
-    with open(handle, "w", encoding="ascii") as file:
-        file.write(token + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return token
+    finally:
+        temporary.unlink(missing_ok=True)
+    return _load(path)
 
 
 def _load(path: Path) -> str:
     try:
+        if not path.is_file():
+            raise UserError("it is no file")
         if path.stat().st_mode & 0o077:
-            raise UserError(
-                f"others may read the token file {path}: run chmod 600 on it, or delete it to have a new one made"
-            )
+            raise UserError("others may read this token file: run chmod 600 on it, or delete it to have a new one made")
         return check_token(path.read_text(encoding="ascii").strip())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the token file {path}: {error}") from error

@@ -111,7 +111,8 @@ def test_vllm_is_not_imported_with_logra() -> None:
 
 
 def test_missing_vllm_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in ("vllm", "vllm.entrypoints.llm"):  # the second, where it is installed and was imported
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"logra\[vllm\]"):
         start_llm({}, {})
 

@@ -160,7 +160,7 @@ def test_tokens_are_made_kept_private_and_checked(log, tmp_path):
     with serve(log) as other:
         assert other.token != server.token
     os.chmod(path, 0o644)
-    with pytest.raises(UserError, match=r"others may read the token file .*chmod 600"):
+    with pytest.raises(UserError, match=r"others may read this token file.*chmod 600"):
         load_or_make_token(path)
     os.chmod(path, 0o600)
     path.write_text("short")

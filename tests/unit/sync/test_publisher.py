@@ -18,7 +18,7 @@ def test_answers_of_an_earlier_start_do_not_count(tmp_path):
         journal.close()
         with Journal.open(folder, write=True) as again:
             publisher = Publisher(again)
-            with pytest.raises(SubscriberError, match="a at version 2, said before this trainer started"):
+            with pytest.raises(SubscriberError, match="nothing heard"):
                 publisher.wait_for(["a"], 2, timeout_s=0.05)
             subscriber.sync()
             publisher.wait_for(["a"], 2, timeout_s=1)
@@ -225,3 +225,22 @@ def test_the_error_of_a_subscriber_stops_the_trainer_after_the_update_is_kept():
     with pytest.raises(SubscriberError, match="a at version 0, reports: out of memory"):
         trainer.publisher.publish(make_update(0), 1)
     assert log.info().next == 1
+
+
+def test_a_tolerant_publisher_is_stopped_only_by_those_it_waited_for(caplog):
+    from logra.sync.acknowledge import Acknowledgement
+
+    log = new_memory()
+    publisher = Publisher(log, tolerant=True)
+    info = log.info()
+    said = {"run": info.run, "session": info.session, "version": 0, "digest": info.base, "applied": 0}
+    log.acknowledge(Acknowledgement(name="mine", **said))
+    publisher.wait_for(1, 0, timeout_s=1)
+    log.acknowledge(Acknowledgement(name="stranger", **said | {"error": "another base model"}))
+    publisher.check()
+    publisher.check()
+    assert caplog.text.count("stranger") == 1
+    assert publisher.drain(0.0) == []
+    log.acknowledge(Acknowledgement(name="mine", **said | {"error": "out of memory"}))
+    with pytest.raises(SubscriberError, match="out of memory"):
+        publisher.check()
