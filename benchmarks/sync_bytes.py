@@ -146,7 +146,7 @@ def wire_bytes(
     header = len(head) + sum(map(len, entries)) + commas
     rows = sum(out for out, _ in shapes.values())
     values = sum(out * width for out, width in dense.values())
-    return 10 + header + rows * (1 + rank * BITS[bits].itemsize) + 4 * values + 16
+    return 18 + header + rows * (1 + rank * BITS[bits].itemsize) + 4 * values + 16
 
 
 ENVELOPE = {"run": "0" * 32, "base": "0" * 32, "step": 100, "digest": "0" * 32}  # what a Packet adds, at its longest

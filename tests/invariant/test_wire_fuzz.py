@@ -24,7 +24,7 @@ from logra.sketch import wire
 from logra.sketch.quantize import BITS, largest
 from logra.sketch.update import Factor, Update
 
-HEAD = struct.Struct("<4sHI")
+HEAD = struct.Struct("<4sHIQ")
 FIELDS = ("index", "basis", "basis_index", "seed", "rank", "bits", "decay")
 COUNTS = {"raw": 10_000, "sealed": 35_000, "payload": 8_000, "head": 5_000, "text": 25_000, "fields": 20_000}
 
@@ -76,7 +76,8 @@ def seal(body):
 
 
 def build(text, payload, version=wire.VERSION):
-    return seal(HEAD.pack(b"LGRU", version, len(text)) + text + payload)
+    whole = HEAD.size + len(text) + len(payload) + 16
+    return seal(HEAD.pack(b"LGRU", version, len(text), whole) + text + payload)
 
 
 # -- mutations ------------------------------------------------------------------------------------------------------------
@@ -132,12 +133,14 @@ def payload(rng, base, other):
 
 
 def head(rng, base, other):
-    """Magic, version and header length."""
+    """Magic, version, header length and whole length."""
     body = bytearray(base[:-16])
     length = HEAD.unpack_from(body)[2]
-    kind = rng.integers(4)
+    kind = rng.integers(5)
     if kind == 0:
         body[:4] = rng.bytes(4)
+    elif kind == 4:
+        struct.pack_into("<Q", body, 10, [0, len(base) - 1, len(base) + 1, 2**63, 2**64 - 1][rng.integers(5)])
     elif kind == 1:
         struct.pack_into("<H", body, 4, int(rng.choice([0, 1, 3, 255, 65535, rng.integers(65536)])))
     else:

@@ -1,6 +1,6 @@
 """The Update's wire form: bytes only, no pickle, everything checked before anything is used.
 
-    magic "LGRU" | format version u16 | header length u32 | header (JSON) | payload | blake2b-128 of all before
+    magic "LGRU" | format version u16 | header length u32 | whole length u64 | header (JSON) | payload | blake2b-128 of all before
 
 All integers are little-endian. The header holds the Update's fields, an optional envelope (run, base, step: what
 `logra.sync.Packet` adds) and the target table. The payload holds for each factor, in the header's order: row exponents
@@ -28,7 +28,7 @@ from logra.sketch.quantize import BITS, MAX_EXPONENT, MIN_EXPONENT, check_exact
 from logra.sketch.update import Factor, Update
 
 MAGIC, VERSION = b"LGRU", 2
-_HEAD = struct.Struct("<4sHI")
+_HEAD = struct.Struct("<4sHIQ")
 _CHECKSUM = 16
 _FIELDS = {
     "index": int,
@@ -65,12 +65,14 @@ def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
         text = _header(fields, update, envelope)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UpdateError(f"update {update.index!r:.40} cannot be sent: {error}") from error
-    parts = [_HEAD.pack(MAGIC, VERSION, len(text)), text]
+    payload: list[memoryview] = []
     for factor in update.factors.values():
-        parts += [_to_bytes(factor.exponent), _to_bytes(factor.q)]
+        payload += [_to_bytes(factor.exponent), _to_bytes(factor.q)]
         if factor.basis is not None:
-            parts.append(_to_bytes(factor.basis))
-    parts += [_to_bytes(value.to(torch.float32)) for value in update.dense.values()]
+            payload.append(_to_bytes(factor.basis))
+    payload += [_to_bytes(value.to(torch.float32)) for value in update.dense.values()]
+    whole = _HEAD.size + len(text) + sum(map(len, payload)) + _CHECKSUM
+    parts = [_HEAD.pack(MAGIC, VERSION, len(text), whole), text, *payload]
     checksum = hashlib.blake2b(digest_size=_CHECKSUM)
     for part in parts:
         checksum.update(part)
@@ -130,19 +132,17 @@ def _open(data: bytes) -> tuple[dict[str, Any], _Reader]:
         raise DamagedUpdateError(f"not a logra Update: {type(data).__name__} instead of bytes") from error
     if len(view) < _HEAD.size + _CHECKSUM or view[:4] != MAGIC:
         raise DamagedUpdateError(f"not a logra Update: {len(view)} bytes that do not begin with {MAGIC!r}")
+    _, version, length, whole = _HEAD.unpack_from(view)
     if hashlib.blake2b(view[:-_CHECKSUM], digest_size=_CHECKSUM).digest() != view[-_CHECKSUM:]:
-        raise DamagedUpdateError(
-            "the Update is damaged or cut short: its checksum does not match; ask the sender for it again"
-        )
-    _, version, length = _HEAD.unpack_from(view)
+        raise DamagedUpdateError(f"the Update is {_what_happened(len(view), whole)}; ask the sender for it again")
     if version != VERSION:
         raise DamagedUpdateError(
             f"the Update has format version {version}, this logra reads {VERSION}: use the same release on both sides"
         )
     stop = len(view) - _CHECKSUM
     try:
-        if _HEAD.size + length > stop or length > _MAX_HEADER:
-            raise ValueError(f"{length} bytes are too long for it")
+        if _HEAD.size + length > stop or length > _MAX_HEADER or whole != len(view):
+            raise ValueError(f"it claims {length} bytes of {whole}, the message has {len(view)}")
         text = bytes(view[_HEAD.size : _HEAD.size + length]).decode("utf-8")
         header = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
         if not isinstance(header, dict):
@@ -150,6 +150,15 @@ def _open(data: bytes) -> tuple[dict[str, Any], _Reader]:
     except (ValueError, RecursionError) as error:
         raise DamagedUpdateError(f"the Update's header is malformed: {error}") from error
     return header, _Reader(view, _HEAD.size + length, stop)
+
+
+def _what_happened(found: int, whole: int) -> str:
+    """Cut short, too long or corrupted, by the length that the message claims."""
+    if found < whole:
+        return f"cut short: {found} of {whole} bytes arrived"
+    if found > whole:
+        return f"too long: {found - whole} bytes follow its end"
+    return "corrupted: its checksum does not match"
 
 
 def _no_constant(text: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logra.errors import NonFiniteError, UpdateError
+from logra.errors import DamagedUpdateError, NonFiniteError, UpdateError
 from logra.rl.tiny import tiny_model
 from logra.sketch import quantize
 from logra.sketch.block import apply_update, digest
@@ -219,9 +219,14 @@ def wire():
 
 
 def test_every_truncation_and_flip_is_refused(wire):
+    """And told apart, where the head that says how long a message is came through."""
     for length in range(0, len(wire), 7):
-        with pytest.raises(UpdateError):
+        with pytest.raises(DamagedUpdateError, match="cut short" if length >= 34 else "not a logra Update"):
             Update.from_bytes(wire[:length])
+    with pytest.raises(DamagedUpdateError, match="3 bytes follow"):
+        Update.from_bytes(wire + b"abc")
+    with pytest.raises(DamagedUpdateError, match="corrupted"):
+        Update.from_bytes(wire[:-1] + bytes([wire[-1] ^ 1]))
     for position in range(0, len(wire), 5):
         damaged = bytearray(wire)
         damaged[position] ^= 0x10
@@ -256,6 +261,7 @@ def test_a_forged_checksum_still_meets_every_other_check(data):
     fields |= {"factors": [{"name": "w", "out": 2**30, "in": 3, "explicit": True}], "dense": []}
     fields[data.draw(st.sampled_from(list(fields)))] = junk
     text = json.dumps(fields).encode()
-    body = form._HEAD.pack(form.MAGIC, form.VERSION, len(text)) + text + b"x" * 20
+    whole = form._HEAD.size + len(text) + 20 + 16
+    body = form._HEAD.pack(form.MAGIC, form.VERSION, len(text), whole) + text + b"x" * 20
     with pytest.raises(UpdateError):
         Update.from_bytes(body + hashlib.blake2b(body, digest_size=16).digest())
