@@ -127,7 +127,7 @@ def test_damage_on_the_way_is_refused(engine: VLLMEngine, trainer: Trainer, monk
     before, encode = engine.digest(), Packet.to_bytes
     with monkeypatch.context() as patch:
         patch.setattr(Packet, "to_bytes", lambda self: encode(self)[:-40] + bytes(40))
-        with pytest.raises(UpdateError, match="damaged"):
+        with pytest.raises(UpdateError, match="corrupted"):
             engine.publish(trainer.version + 1, trainer.next_update())
     assert engine.digest() == before
 
