@@ -7,19 +7,18 @@ of version 0; what has changed since comes as Updates, or as an anchor (`publish
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from logra.errors import ConfigError, ModelError
 from logra.rl.engines.base import check_sampling
+from logra.rl.engines.vllm_base import LinkedEngine
 from logra.rl.engines.vllm_link import Link, TransferError, worker_words
-from logra.rl.engines.vllm_requests import Answer, check_lengths, end_token_ids, make_requests, pad_id, to_rollout
+from logra.rl.engines.vllm_requests import Answer, make_requests
 from logra.rl.types import Prompt, Rollout, Sampling
-from logra.sketch.block import Block
 from logra.sync.acknowledge import Acknowledgement
 
 WORKER = (
@@ -29,12 +28,11 @@ BACKEND = "logra"
 _DROP_TRIES = 4
 
 
-class VLLMEngine:
+class VLLMEngine(LinkedEngine):
     """Samples with a `vllm.LLM` of its own.
 
-    model: folder of the base weights. run, masters, digest, head, transposed, base, residual, loading, folder, digest_every: see
-    `vllm_link.Link`; masters must be readable whenever `publish` is called with None, and once here.
-    eos_token_ids: ids that end a response; None takes those of the model folder and of the tokenizer.
+    model: folder of the base weights. eos_token_ids: see `LinkedEngine`. link: keyword arguments of `vllm_link.Link` (run,
+    masters, digest, ...); masters must be readable whenever `publish` is called with None, and once here.
     dtype: of vLLM's compute ("auto", "bfloat16", "float32"). max_model_len: most tokens of prompt and response together.
     memory: share of the accelerator's memory that vLLM may take. colocated: vLLM sleeps outside `generate` and `publish`
     (weights to host memory, KV cache freed), so that the trainer has the accelerator; residuals are then kept on the host.
@@ -46,12 +44,6 @@ class VLLMEngine:
         model: str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        run: str,
-        masters: Callable[[], Mapping[str, Tensor | Block]],
-        digest: Callable[[], str],
-        head: Callable[[], str] | None = None,
-        transposed: Collection[str] = (),
-        base: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -60,15 +52,10 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
         colocated: bool = False,
-        residual: str | None = None,
-        loading: str = "auto",
-        folder: Path | None = None,
-        digest_every: int = 0,
         options: Mapping[str, Any] | None = None,
+        **link: Any,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(end_token_ids(str(model), tokenizer) if eos_token_ids is None else eos_token_ids)
-        self._pad_token_id = pad_id(tokenizer, self.eos_token_ids)
+        super().__init__(model, tokenizer, eos_token_ids)
         arguments = {
             "model": str(model),
             "dtype": dtype,
@@ -81,19 +68,7 @@ class VLLMEngine:
         }
         self._llm: Any = start_llm(arguments, options or {})
         self._is_asleep, self._colocated = False, colocated
-        self.link = Link(
-            _InProcess(self._llm),
-            run=run,
-            masters=masters,
-            digest=digest,
-            head=head,
-            transposed=transposed,
-            base=base,
-            residual=residual or ("cpu" if colocated else "device"),
-            loading=loading,
-            folder=folder,
-            digest_every=digest_every,
-        )
+        self.link = Link(_InProcess(self._llm), **{"residual": "cpu" if colocated else "device", **link})
         try:
             self.link.begin()
         except BaseException:
@@ -101,20 +76,6 @@ class VLLMEngine:
             raise
         if colocated:
             self.sleep()
-
-    @property
-    def version(self) -> int:
-        """Updates in the policy that vLLM samples."""
-        return self.link.version
-
-    @property
-    def pad_token_id(self) -> int:
-        """Any id of the vocabulary: it fills places that are masked."""
-        return self._pad_token_id
-
-    def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-        """Raise `ModelError` if a prompt and `max_new_tokens` exceed vLLM's max_model_len."""
-        check_lengths(prompts, max_new_tokens, self.link.max_model_len)
 
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`; with `top_p` below 1 the log-probs are NaN (`to_rollout`).
@@ -136,11 +97,7 @@ class VLLMEngine:
         )
         if self._colocated:
             self.sleep()
-        label = self.link.label()
-        return [
-            to_rollout(request, _answer(output), self.version, label, self.eos_token_ids, self.tokenizer)
-            for request, output in zip(requests, outputs, strict=True)
-        ]
+        return self._rollouts(requests, map(_answer, outputs))
 
     def publish(self, version: int, update: object | None) -> None:
         """Bring vLLM to `version`; see `Link.publish`. Cached prefixes are dropped in the same transaction."""

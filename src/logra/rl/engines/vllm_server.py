@@ -11,29 +11,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from logra.errors import ConfigError, ModelError
 from logra.rl.engines.base import check_sampling
+from logra.rl.engines.vllm_base import LinkedEngine
 from logra.rl.engines.vllm_link import Link, TransferError, worker_words
 from logra.rl.engines.vllm_local import BACKEND, WORKER
-from logra.rl.engines.vllm_requests import (
-    Answer,
-    Request,
-    check_lengths,
-    end_token_ids,
-    make_requests,
-    pad_id,
-    to_rollout,
-)
+from logra.rl.engines.vllm_requests import Answer, Request, make_requests
 from logra.rl.types import Prompt, Rollout, Sampling
-from logra.sketch.block import Block
 from logra.sync.acknowledge import Acknowledgement
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -62,12 +53,12 @@ def serve_options() -> list[str]:
     ]
 
 
-class VLLMServerEngine:
+class VLLMServerEngine(LinkedEngine):
     """Samples with the vLLM server at `url`.
 
-    model: folder of the base weights, as the server has it (only read for the ids that end a response). run, masters, digest,
-    head, transposed, base, residual, loading, folder, by_index, digest_every: see `vllm_link.Link`; without a folder that both
-    machines see, and without by_index, everything travels inside the requests. timeout_s: of one request. patience_s: how
+    model: folder of the base weights, as the server has it. eos_token_ids: see `LinkedEngine`. link: keyword arguments of
+    `vllm_link.Link` (run, masters, digest, ...); without a folder that both machines see, and without by_index, everything
+    travels inside the requests. timeout_s: of one request. patience_s: how
     long to wait at the start for a server that is still loading. concurrency: most requests in flight.
     """
 
@@ -77,41 +68,16 @@ class VLLMServerEngine:
         model: str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        run: str,
-        masters: Callable[[], Mapping[str, Tensor | Block]],
-        digest: Callable[[], str],
-        head: Callable[[], str] | None = None,
-        transposed: Collection[str] = (),
-        base: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        residual: str = "device",
-        loading: str = "auto",
-        folder: Path | None = None,
-        by_index: bool = False,
-        digest_every: int = 0,
         timeout_s: float = 600.0,
         patience_s: float = 300.0,
         concurrency: int = 64,
+        **link: Any,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(end_token_ids(str(model), tokenizer) if eos_token_ids is None else eos_token_ids)
-        self._pad_token_id = pad_id(tokenizer, self.eos_token_ids)
+        super().__init__(model, tokenizer, eos_token_ids)
         self._http = _Http(url, timeout_s)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="vllm-request")
-        self.link = Link(
-            self._http,
-            run=run,
-            masters=masters,
-            digest=digest,
-            head=head,
-            transposed=transposed,
-            base=base,
-            residual=residual,
-            loading=loading,
-            folder=folder,
-            by_index=by_index,
-            digest_every=digest_every,
-        )
+        self.link = Link(self._http, **link)
         try:
             self._http.wait_until_up(patience_s)
             self.link.begin()
@@ -119,32 +85,13 @@ class VLLMServerEngine:
             self.close()
             raise
 
-    @property
-    def version(self) -> int:
-        """Updates in the policy that the server samples."""
-        return self.link.version
-
-    @property
-    def pad_token_id(self) -> int:
-        """Any id of the vocabulary: it fills places that are masked."""
-        return self._pad_token_id
-
-    def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-        """Raise `ModelError` if a prompt and `max_new_tokens` exceed vLLM's max_model_len."""
-        check_lengths(prompts, max_new_tokens, self.link.max_model_len)
-
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
         """See `VLLMEngine.generate`."""
         check_sampling(sampling, num_rollouts)
         self.check_lengths(prompts, sampling.max_new_tokens)
         self.link.check()
-        label = self.link.label()
         requests = make_requests(prompts, num_rollouts, sampling, self.eos_token_ids)
-        answers = self._pool.map(self._ask, requests)
-        return [
-            to_rollout(request, answer, self.version, label, self.eos_token_ids, self.tokenizer)
-            for request, answer in zip(requests, answers, strict=True)
-        ]
+        return self._rollouts(requests, self._pool.map(self._ask, requests))
 
     def publish(self, version: int, update: object | None) -> None:
         """Bring the server to `version`; see `Link.publish`. It is paused meanwhile, and cached prefixes are dropped."""
