@@ -124,7 +124,7 @@ def _write(
     from logra.sync.replay import bring_to
 
     info = journal.info()
-    checkpoint, start = _nearest(folder, version)
+    checkpoint, start = _nearest(folder, step)
     name, revision = (str(checkpoint / "model"), None) if checkpoint else _base(config, info.model)
     model, tokenizer = load_model(name, revision=revision, device="cpu", seed=config.seed)
     set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
@@ -153,19 +153,18 @@ def _base(config: cfg.Config, recorded: Mapping[str, Any]) -> tuple[str, str | N
     return name, config.model.revision
 
 
-def _nearest(folder: RunDir, version: int) -> tuple[Path | None, int]:
-    """The unharmed checkpoint with the most updates, at most `version`, and how many; (None, 0) for the base model."""
+def _nearest(folder: RunDir, step: int) -> tuple[Path | None, int]:
+    """The newest unharmed checkpoint up to `step`, and its number of updates; (None, 0) for the base model."""
+    from logra.build.history import version_of
     from logra.rl.checkpoint import CheckpointStore, load_checkpoint
 
-    for path in reversed(CheckpointStore(folder.checkpoints).steps().values()):
+    for number, path in reversed(CheckpointStore(folder.checkpoints).steps().items()):
+        if number > step:
+            continue
         try:
-            state = load_checkpoint(path).state
+            return path, version_of(load_checkpoint(path))
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
-            continue
-        start = int(state["method"]["sketcher"]["update_index"])
-        if start <= version:
-            return path, start
     return None, 0
 
 
@@ -252,7 +251,7 @@ def _facts(log: Journal, folder: RunDir) -> dict[str, Any]:
     if sizes and info.packet_bytes:
         facts |= {
             "checkpoint_bytes": max(sizes),
-            "checkpoint_to_update": round(max(sizes) / max(1, info.packet_bytes), 1),
+            "checkpoint_to_update": round(max(sizes) / info.packet_bytes, 1),
         }
     if info.problem:
         facts["problem"] = info.problem

@@ -257,7 +257,8 @@ class History:
 
     def start(self, subscribers: int, timeout_s: float) -> None:
         """Wait until that many subscribers have acknowledged the version the trainer starts from."""
-        self.publisher.know(self.journal.next, self.method.digest())
+        if self.journal.next != self.journal.info().origin:  # there the publisher knows it: it is the base digest
+            self.publisher.know(self.journal.next, self.method.digest())
         if subscribers:
             self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
 

@@ -34,7 +34,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_READ = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,9 @@ def check_hash(info: AnchorInfo, sha256: str, size: int) -> None:
 
 def hash_file(file: BinaryIO) -> tuple[str, int]:
     """sha256 (hex) and size of the rest of a file."""
-    digest, size = hashlib.sha256(), 0
-    while chunk := file.read(_READ):
-        digest.update(chunk)
-        size += len(chunk)
-    return digest.hexdigest(), size
+    start = file.tell()
+    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+    return digest.hexdigest(), file.tell() - start
 
 
 def encode_tensors(

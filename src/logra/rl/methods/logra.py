@@ -14,7 +14,7 @@ from logra.errors import CheckpointError, UpdateError
 from logra.rl.methods.base import Probe, Schedule, StepResult, Writer
 from logra.rl.methods.beside import choose_dense, compact_frozen
 from logra.rl.methods.dense import AdamWMethod
-from logra.sketch.block import Block, apply_blocks, blocks_of, digest_blocks
+from logra.sketch.block import Block, blocks_of, digest_blocks
 from logra.sketch.sketcher import Proposal, Sketcher, attach
 from logra.sketch.targets import Skipped, clean_name, is_conv1d, select_targets
 from logra.sketch.update import Update
@@ -112,10 +112,6 @@ class LograMethod:
         beside.advance(norm, beside.schedule.at(beside.num_updates) * scale)
         values = {name: block.master().cpu() for name, block in blocks_of(self.model, list(beside.parameters)).items()}
         return dataclasses.replace(update, dense=values)
-
-    def replay(self, update: Update) -> None:
-        """Apply an Update that this run made before it was interrupted; optimizer state comes from elsewhere."""
-        apply_blocks(self.blocks(), update)
 
     def _decide(
         self, trust: TrustRegion, proposal: Proposal, batch: Mapping[str, Tensor], temperature: float
