@@ -1,11 +1,13 @@
 """Time of one training step, side by side: dense AdamW, LoRA (peft) and LoGRA on the same seven projections, in float32.
 
     python benchmarks/step_time.py [--model models/SmolLM2-135M-Instruct] [--batch 8] [--length 256] [--rank 64] ...
+    python benchmarks/step_time.py --methods logra aligned    # what tracking a basis adds to drawing one
 
 A step is forward, backward and update on one fixed batch of random tokens; LoGRA's includes drawing the next basis (in the
 forward pass), propose and apply, without a trust region. All methods live in one process, each with its own copy of the
 model, and take turns in every round; the order changes each round so that drift cancels. Ratios are taken within a round.
-Wall and CPU time are both kept, every round is in the record, and nothing is dropped but the one warm-up round.
+Wall and CPU time are both kept, every round is in the record, and nothing is dropped but the warm-up rounds (two: the
+aligned basis refreshes all targets in its first two updates, and an eighth of them, in turn, in every later one).
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from logra.sketch.sketcher import attach
 from logra.sketch.targets import select_targets
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-METHODS = ("dense", "lora", "logra", "full", "logra15")
+METHODS = ("dense", "lora", "logra", "full", "logra15", "aligned")
 PHASES = ("forward", "backward", "update", "total")
 CLOCKS = ("wall_s", "cpu_s")
 SPREAD = ("median", "q1", "q3", "min")
-TARGETS = {"logra/dense": 0.78, "logra/lora": 0.92}
+TARGETS = {"logra/dense": 0.78, "logra/lora": 0.92, "aligned/logra": 1.04}
+OURS = ("logra", "logra15", "aligned")
 LR = 1e-6  # the time does not depend on it; the weights stay sane
 Round = Mapping[str, Mapping[str, Mapping[str, float]]]  # method -> phase -> clock -> seconds
 
@@ -70,6 +73,8 @@ def build(method: str, model: nn.Module, options: argparse.Namespace) -> Contend
         return _with_adamw(model, options, lambda: {})
     if method == "lora":
         return _lora(model, options)
+    if method == "aligned":
+        return _logra(model, options, bits=8, basis="aligned", optimizer="adam")
     return _logra(model, options, bits=15 if method == "logra15" else 8)
 
 
@@ -99,9 +104,11 @@ def _lora(model: nn.Module, options: argparse.Namespace) -> Contender:
     return _with_adamw(adapted, options, lambda: {"adapters": trained})  # type: ignore[dict-item]
 
 
-def _logra(model: nn.Module, options: argparse.Namespace, bits: int) -> Contender:
+def _logra(
+    model: nn.Module, options: argparse.Namespace, bits: int, basis: str = "random", optimizer: str = "row_adam"
+) -> Contender:
     sketcher = attach(
-        model, rank=options.rank, basis="random", seed=options.seed, optimizer="row_adam", variant="simplified",
+        model, rank=options.rank, basis=basis, seed=options.seed, optimizer=optimizer, variant="simplified",
         targets=PROJECTIONS, bits=bits,
     )  # fmt: skip
 
@@ -116,7 +123,11 @@ def _logra(model: nn.Module, options: argparse.Namespace, bits: int) -> Contende
         if sketcher.apply(sketcher.propose(LR)) is None:
             raise RuntimeError("the sketches are zero: there was no step to time")
 
-    return Contender(model, update, held, lambda: [sketcher.state_dict()["moment"]])
+    def moments() -> list[Tensor]:
+        state = sketcher.state_dict()
+        return [state[key] for key in ("first_moment", "moment") if key in state]
+
+    return Contender(model, update, held, moments)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -148,7 +159,7 @@ def run_step(
 
 
 def warm_up(contenders: Mapping[str, Contender], ids: Tensor) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-    """The warm-up round: each method's first loss and its trainable state in bytes by kind, counted from the tensors.
+    """The warm-up rounds: each method's first loss and its trainable state in bytes by kind, counted from the tensors.
 
     All start from the same weights, so `RuntimeError` if their losses differ: they would not be doing the same work.
     """
@@ -157,6 +168,7 @@ def warm_up(contenders: Mapping[str, Contender], ids: Tensor) -> tuple[dict[str,
         held: dict[str, int] = {}
         losses[method], _ = run_step(contender, ids, lambda c=contender, h=held: h.update(_bytes(c.held())))
         sizes[method] = held | _bytes({"optimizer_state": contender.optimizer_state()})
+        run_step(contender, ids)
     low, high = min(losses.values()), max(losses.values())
     if not high - low <= 1e-4 * abs(low):
         raise RuntimeError(f"the methods do not start from the same loss: {losses}")
@@ -222,10 +234,11 @@ def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def paired_ratios(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Of each LoGRA method over each other: clock -> `spread` of the ratio of totals within a round, and the target."""
+    """Of each LoGRA method over each other, and of aligned over random bases: clock -> `spread` of the ratio of totals within
+    a round, and the target."""
     ratios: dict[str, Any] = {}
-    for ours in (m for m in rounds[0] if m.startswith("logra")):
-        for other in (m for m in rounds[0] if not m.startswith("logra")):
+    for ours in (m for m in rounds[0] if m in OURS):
+        for other in (m for m in rounds[0] if m not in OURS or (ours, m) == ("aligned", "logra")):
             pair = f"{ours}/{other}"
             ratios[pair] = {c: spread([r[ours]["total"][c] / r[other]["total"][c] for r in rounds]) for c in CLOCKS}
             ratios[pair]["target"] = TARGETS.get(pair)

@@ -1,9 +1,14 @@
-"""What the tests of logra.sync share: tiny blocks, random Updates, a trainer that publishes them."""
+"""What the tests of logra.sync share: tiny blocks, random Updates, a trainer that publishes them.
+
+Updates are of `BASIS`: "random", or "aligned" with bases that change now and then, each in its turn. Modules run their tests with
+both by `both_bases`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from logra.sketch.block import Block, apply_blocks, digest_blocks
@@ -17,6 +22,26 @@ SHAPES = {"layers.0.q.weight": (12, 8), "layers.0.up.weight": (20, 8), "norm.wei
 DENSE = "norm.weight"
 TARGETS = [[name, *shape] for name, shape in SHAPES.items()]
 RANK = 4
+BASIS = "random"
+EVERY = 3  # Updates between two changes of an aligned basis
+
+
+def use(basis: str) -> None:
+    """Make Updates of this basis from here on."""
+    global BASIS
+    BASIS = basis
+
+
+def both_bases():
+    """A fixture: the tests that use it run with either kind of Updates."""
+
+    @pytest.fixture(params=["random", "aligned"])
+    def basis(request):
+        use(request.param)
+        yield request.param
+        use("random")
+
+    return basis
 
 
 def make_blocks(seed: int = 0, kind: str = "fp32", scale: float = 0.05) -> dict[str, Block]:
@@ -42,9 +67,19 @@ def make_update(index: int, salt: int = 0) -> Update:
         if name != DENSE:
             q = torch.randint(-127, 128, (rows, RANK), generator=generator).to(torch.int8)
             exponent = torch.randint(-24, -18, (rows,), generator=generator).to(torch.int8)
-            factors[name] = Factor(name, rows, columns, q, exponent)
+            factors[name] = Factor(name, rows, columns, q, exponent, *make_basis(name, index, salt))
     dense = {DENSE: torch.randn(SHAPES[DENSE], generator=generator)}
-    return Update(index, "random", index, 7, RANK, 8, factors, 1e-3 if index % 3 == 0 else 0.0, dense)
+    return Update(index, BASIS, index, 7, RANK, 8, factors, 1e-3 if index % 3 == 0 else 0.0, dense)
+
+
+def make_basis(name: str, index: int, salt: int = 0) -> tuple[torch.Tensor | None, int | None]:
+    """The basis that Update `index` uses and the Update it was new in; (None, None) unless `BASIS` is "aligned"."""
+    if BASIS != "aligned":
+        return None, None
+    number = list(SHAPES).index(name)
+    first = max((i for i in range(index + 1) if (i + number) % EVERY == 0), default=0)
+    generator = torch.Generator().manual_seed(1_000_000 + 10_000 * salt + 100 * first + number)
+    return torch.randint(-127, 128, (RANK, SHAPES[name][1]), generator=generator).to(torch.int8), first
 
 
 def base_digest(seed: int = 0) -> str:

@@ -30,8 +30,11 @@ def test_logra_learns(seed, tmp_path):
     assert before < 0.35 and after > 0.55
 
 
+OTHERS = [{"method.name": "dense"}, {"method.name": "lora"}, {"method.variant": "paper"}, {"method.basis": "aligned"}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{"method.name": "dense"}, {"method.name": "lora"}, {"method.variant": "paper"}])
+@pytest.mark.parametrize("flags", OTHERS)
 def test_the_other_methods_learn(flags, tmp_path):
     flags = {"method.lr": 1.0 if "method.variant" in flags else 3e-3, "method.update_ratio": 3e-2} | flags
     before, after = mean_rewards(tmp_path / "run", **flags)

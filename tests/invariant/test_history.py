@@ -34,6 +34,15 @@ SMALL = {
     "checkpoint.every": 0,
     "log.completions": False,
 }
+ALIGNED = {"method.basis": "aligned", "method.refresh_every": 3}
+
+
+@pytest.fixture(params=["random", "aligned"])
+def basis(request, monkeypatch):
+    """The tests that use it run with drawn bases, and with aligned ones, which Updates bring only where they are new."""
+    for name, value in ALIGNED.items() if request.param == "aligned" else ():
+        monkeypatch.setitem(SMALL, name, value)
+    return request.param
 
 
 def settings(folder, **flags):
@@ -82,8 +91,9 @@ class Digests:
         {},
         {"method.weights": "split", "model.dtype": "bfloat16", "method.residual": "cpu"},
         {"model.name_or_path": "builtin:tiny-gpt2", "method.dense_params": ["norms", "head"]},
+        ALIGNED | {"method.dense_params": ["norms"]},
     ],
-    ids=["fp32", "split", "gpt2 with dense parameters"],
+    ids=["fp32", "split", "gpt2 with dense parameters", "aligned"],
 )
 def test_any_step_of_100_is_rebuilt_bit_for_bit(flags, tmp_path, capsys):
     """Checkpoints every 40 steps, anchors every 30, and neither: the journal leads to every step, from wherever is nearest."""
@@ -110,21 +120,26 @@ def test_any_step_of_100_is_rebuilt_bit_for_bit(flags, tmp_path, capsys):
     assert size < checkpoint
 
 
+@pytest.mark.usefixtures("basis")
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("weights", ["fp32", "split"])
 def test_resumed_at_the_last_step_without_a_checkpoint_there(every, weights, tmp_path):
-    """Stopped after step 3: only the journal knows of it. The next start continues with step 4, bit for bit."""
-    flags = {"method.weights": weights, "model.dtype": "bfloat16" if weights == "split" else "float32"}
+    """Stopped after step 4: only the journal knows of it. The next start continues with step 5, bit for bit."""
+    flags = {
+        "train.steps": 5,
+        "method.weights": weights,
+        "model.dtype": "bfloat16" if weights == "split" else "float32",
+    }
     straight = train(tmp_path / "straight", **flags)
     folder = tmp_path / "stopped"
-    train(folder, stop=2, **flags)
+    train(folder, stop=3, **flags)
     if every:
         run = build_run(settings(folder, resume="auto", **flags))
-        run.trainer.save()  # a checkpoint of step 2
+        run.trainer.save()  # a checkpoint of step 3
         run.close()
-    train(folder, stop=3, resume="auto", **flags)
+    train(folder, stop=4, resume="auto", **flags)
     run = build_run(settings(folder, resume="auto", **flags))
-    assert run.trainer.step == 3
+    assert run.trainer.step == 4
     run.close()
     resumed = train(folder, resume="auto", **flags)
     assert resumed.method.digest() == straight.method.digest()
@@ -133,11 +148,13 @@ def test_resumed_at_the_last_step_without_a_checkpoint_there(every, weights, tmp
         assert one.next == other.next == straight.method.num_updates
 
 
+@pytest.mark.usefixtures("basis")
 def test_going_back_to_a_named_checkpoint_drops_the_later_history(tmp_path):
-    straight = train(tmp_path / "straight")
+    flags = {"train.steps": 6, "checkpoint.every": 3}
+    straight = train(tmp_path / "straight", **flags)
     folder = tmp_path / "run"
-    train(folder, **{"checkpoint.every": 2})
-    resumed = train(folder, resume=str(folder / "checkpoints" / "step_2"), **{"checkpoint.every": 2})
+    train(folder, **flags)
+    resumed = train(folder, resume=str(folder / "checkpoints" / "step_3"), **flags)
     assert resumed.method.digest() == straight.method.digest()
     with Journal.open(folder / "journal") as journal:
         assert journal.next == straight.method.num_updates
@@ -202,6 +219,7 @@ def test_nobody_comes(tmp_path):
     assert train(tmp_path / "run").step == 4  # nothing had begun: the folder is free
 
 
+@pytest.mark.usefixtures("basis")
 def test_going_back_leaves_an_anchor_for_subscribers_that_were_further_on(tmp_path):
     folder = tmp_path / "run"
     train(folder, **{"checkpoint.every": 2})
@@ -240,21 +258,24 @@ def test_a_damaged_state_falls_back_to_the_checkpoint(tmp_path, caplog):
     assert train(folder, resume="auto").method.digest() == straight.method.digest()
 
 
+@pytest.mark.usefixtures("basis")
 def test_a_new_folder_from_another_runs_checkpoint_begins_its_own_journal(tmp_path):
-    straight = train(tmp_path / "straight", on_step=Digests, **{"checkpoint.every": 2})
+    flags = {"train.steps": 6, "checkpoint.every": 4}
+    straight = train(tmp_path / "straight", on_step=Digests, **flags)
     digests = Digests.last
     branch = tmp_path / "branch"
-    train(branch, resume=str(tmp_path / "straight" / "checkpoints" / "step_2"), **{"checkpoint.every": 4})
+    train(branch, resume=str(tmp_path / "straight" / "checkpoints" / "step_4"), **flags | {"checkpoint.every": 0})
     with Journal.open(branch / "journal") as journal:
         info = journal.info()
-        assert info.origin == info.anchors[0].version > 0 and info.base == digests[2]
-    for step in (2, 3, 4):
+        assert info.origin == info.anchors[0].version > 0 and info.base == digests[4]
+    for step in (4, 5, 6):
         assert main(["checkout", str(branch), "--step", str(step)]) == 0
         model = AutoModelForCausalLM.from_pretrained(branch / "checkouts" / f"step_{step}", dtype=torch.float32)
         assert digest(model, straight.method.sketcher.names) == digests[step]
-    assert main(["checkout", str(branch), "--step", "1"]) == 2
+    assert main(["checkout", str(branch), "--step", "3"]) == 2
 
 
+@pytest.mark.usefixtures("basis")
 @pytest.mark.parametrize("every", [0, 2])
 def test_a_branch_killed_before_its_own_checkpoint_goes_on(every, tmp_path, capsys):
     """Its journal begins with an anchor; the base model alone does not lead there."""
@@ -440,6 +461,7 @@ def test_runs_without_a_journal_say_so(tmp_path, capsys):
     assert main(["journal", str(tmp_path / "nothing")]) == 2
 
 
+@pytest.mark.usefixtures("basis")
 def test_the_journal_command(tmp_path, capsys):
     folder = tmp_path / "run"
     train(folder, **{"journal.anchor_every": 2, "checkpoint.every": 4})
@@ -460,6 +482,7 @@ def test_the_journal_command(tmp_path, capsys):
     assert "update" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("basis")
 @pytest.mark.parametrize("every", [0, 3])
 def test_a_kill_between_anchor_and_state_loses_nothing(every, tmp_path, monkeypatch):
     """keep_anchors drops history; not before the state of the step that wrote the anchor is there."""
@@ -482,6 +505,7 @@ def test_a_kill_between_anchor_and_state_loses_nothing(every, tmp_path, monkeypa
     assert records(folder) == records(tmp_path / "straight")
 
 
+@pytest.mark.usefixtures("basis")
 def test_going_back_behind_compacted_history_begins_a_new_journal(tmp_path, caplog):
     flags = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 5}
     short = {"journal.anchor_every": 2, "journal.keep_anchors": 1}
@@ -489,12 +513,12 @@ def test_going_back_behind_compacted_history_begins_a_new_journal(tmp_path, capl
     digests = Digests.last
     folder = tmp_path / "run"
     train(folder, **flags, **short)
-    resumed = train(folder, resume=str(folder / "checkpoints" / "step_2"), **flags)
-    assert "A new journal begins at version 2" in caplog.text and resumed.method.digest() == straight.method.digest()
+    resumed = train(folder, resume=str(folder / "checkpoints" / "step_4"), **flags)
+    assert "A new journal begins at version 4" in caplog.text and resumed.method.digest() == straight.method.digest()
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
     with Journal.open(next(folder.glob("journal.aside-*"))) as old:
         assert old.next == 6  # nothing was deleted
-    for step in (2, 5):
+    for step in (4, 5):
         assert main(["checkout", str(folder), "--step", str(step)]) == 0
         model = AutoModelForCausalLM.from_pretrained(folder / "checkouts" / f"step_{step}", dtype=torch.float32)
         assert digest(model, straight.method.sketcher.names) == digests[step]
@@ -513,6 +537,7 @@ def test_killed_before_the_first_step_ends_evaluates_once(tmp_path):
 
 KILLED = {
     "journal alone": {},
+    "aligned": ALIGNED | {"checkpoint.every": 5},
     "everything": {
         "checkpoint.every": 5, "journal.anchor_every": 2, "journal.keep_anchors": 1, "eval.num_prompts": 4, "eval.every": 3,
         "log.completions": True, "algorithm.updates_per_step": 2, "method.weights": "split", "model.dtype": "bfloat16",

@@ -1,4 +1,7 @@
-"""200 random Updates on every kind of holder of the weights: one digest (design 2.3, 2.4, 2.7)."""
+"""200 random Updates on every kind of holder of the weights: one digest (design 2.3, 2.4, 2.7).
+
+Aligned ones change a basis now and then, each target in its turn, and leave it out of the packets in between.
+"""
 
 import os
 import subprocess
@@ -14,7 +17,7 @@ from logra.sketch import digest as digests
 from logra.sketch.block import Block, apply_blocks, blocks_of
 from logra.sketch.sketcher import attach
 from logra.sketch.update import Factor, Update
-from logra.sync import MemoryLog, Publisher, serve
+from logra.sync import Journal, MemoryLog, Publisher, Replica, Subscriber, bring_to, serve
 
 COUNT, RANK, SEED = 200, 8, 11
 MODELS = {
@@ -41,13 +44,20 @@ print(logra.digest(model, names), ack.applied, ack.missing_count, ack.unexpected
 """
 
 
-def random_update(index: int, blocks: dict[str, Block], dense: list[str]) -> Update:
+def aligned_basis(number: int, columns: int, index: int) -> tuple[torch.Tensor, int]:
+    """The basis that Update `index` uses for target `number`, and the Update it was new in."""
+    first = max(i for i in range(index + 1) if i == 0 or (i + number) % 7 == 0)
+    generator = torch.Generator().manual_seed(SEED * 100_000 + first * 1000 + number)
+    return torch.randint(-127, 128, (RANK, columns), generator=generator).to(torch.int8), first
+
+
+def random_update(index: int, blocks: dict[str, Block], dense: list[str], basis: str = "random") -> Update:
     """Random integers and scales of RL size (relative steps near 1e-3), sometimes with weight decay; dense values whole."""
     generator = torch.Generator().manual_seed(SEED * 1000 + index)
     bits = 8 if index % 3 else 15
     dtype, top = (torch.int8, 127) if bits == 8 else (torch.int16, 16383)
     factors = {}
-    for name, block in blocks.items():
+    for number, (name, block) in enumerate(blocks.items()):
         if name in dense:
             continue
         rows, columns = block.shape
@@ -56,10 +66,13 @@ def random_update(index: int, blocks: dict[str, Block], dense: list[str]) -> Upd
         explicit = (
             torch.randint(-100, 101, (RANK, columns), generator=generator).to(torch.int8) if index % 5 == 4 else None
         )
-        factors[name] = Factor(name, rows, columns, q, exponent, explicit)
+        origin = None
+        if basis == "aligned":
+            explicit, origin = aligned_basis(number, columns, index)
+        factors[name] = Factor(name, rows, columns, q, exponent, explicit, origin)
     values = {n: blocks[n].master() + torch.randn(blocks[n].shape, generator=generator) * 1e-3 for n in dense}
     decay = 1e-3 if index % 4 == 0 else 0.0
-    return Update(index, "random", index, SEED, RANK, bits, factors, decay, values)
+    return Update(index, basis, index, SEED, RANK, bits, factors, decay, values)
 
 
 def shards(model, names: list[str], axis: int) -> list[dict[str, Block]]:
@@ -81,8 +94,10 @@ def combined(holders: list[dict[str, Block]]) -> str:
     )
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_200_updates_leave_one_digest_everywhere(kind):
+@pytest.mark.parametrize(
+    ("kind", "basis"), [*((kind, "random") for kind in MODELS), ("llama untied", "aligned"), ("gpt2 tied", "aligned")]
+)
+def test_200_updates_leave_one_digest_everywhere(kind, basis):
     arch, tied = MODELS[kind]["arch"], MODELS[kind].get("tied", False)
     trainer = tiny_model(arch, tied=tied)
     split_model = tiny_model(arch, tied=tied)
@@ -94,7 +109,7 @@ def test_200_updates_leave_one_digest_everywhere(kind):
     mine = blocks_of(trainer, names)
     split_blocks = sketcher.blocks() | blocks_of(split_model, dense)
     by_rows, by_columns = shards(trainer, names, 0), shards(trainer, names, 1)
-    before = logra.digest(trainer, names)
+    before, left_out = logra.digest(trainer, names), 0
     log = MemoryLog(run="ab12", base=before, targets=[[n, *b.shape] for n, b in mine.items()])
     with serve(log) as server:
         arguments = [server.url, server.token, arch, str(tied), str(COUNT), ",".join(names)]
@@ -106,16 +121,20 @@ def test_200_updates_leave_one_digest_everywhere(kind):
             publisher = Publisher(log)
             publisher.wait_for(["child"], version=0, timeout_s=120)  # before the first step
             for index in range(COUNT):
-                update = random_update(index, mine, dense)
+                update = random_update(index, mine, dense, basis)
                 apply_blocks(mine, update)
                 digest = logra.digest(trainer, names) if index % 50 == 49 else None
                 sent = publisher.publish(update, index + 1, digest).to_bytes()
+                factors = logra.Update.from_bytes(sent).factors.values()
+                assert basis == "random" or {f.basis is None for f in factors if f.basis_index < index} <= {True}
+                left_out += sum(f.basis is None for f in factors)
                 for holder in (split_blocks, *by_rows, *by_columns):
                     apply_blocks(holder, logra.Update.from_bytes(sent))
             out, err = child.communicate(timeout=120)
         finally:
             child.kill()
     assert child.returncode == 0, err
+    assert basis == "random" or left_out > 0.8 * COUNT * len(sketcher.names)
     found = {
         "trainer": logra.digest(trainer, names),
         "split, residual on the host": digests.combine({n: (b.shape, b.sums()) for n, b in split_blocks.items()}),
@@ -141,3 +160,65 @@ def test_one_flipped_bit_in_one_update_is_seen():
     next(iter(update.factors.values())).q[0, 0] ^= 1
     logra.apply_update(other, update)
     assert logra.digest(other, sketcher.names) != sketcher.digest()
+
+
+LAST = 40
+
+
+def start_point(kind: str, at: int, log: Journal, model, names: list[str]) -> Replica:
+    """A replica that begins at version `at` with what it finds there: other weights and no bases, or those of a checkpoint."""
+    blocks, info = blocks_of(model, names), log.info()
+    if kind == "checkpoint":  # as `Sketcher.state_dict` and an export have it, after `at` Updates
+        earlier = blocks_of(tiny_model(), names)
+        bring_to(log, Replica(earlier), at)
+        for number, (name, block) in enumerate(blocks.items()):
+            block.load(earlier[name].master())
+            block.hold(*aligned_basis(number, block.shape[1], at))  # the next Update's, as a sketcher has them
+        return Replica(blocks, version=at, run=info.run, base=info.base, head=log.head_at(at))
+    for block in blocks.values():
+        block.value.zero_()
+    replica = Replica(blocks, version=at, run=info.run, base=info.base)
+    with log.read_anchor(at) as anchor:
+        replica.load_anchor(anchor)
+    return replica
+
+
+def test_aligned_updates_lead_on_from_every_start_point(tmp_path):
+    """The base, anchors, checkpoints; a trainer that goes back, in a new process as it were; a journal that was compacted."""
+    trainer, names = tiny_model(), attach(tiny_model(), rank=RANK).names
+    mine = blocks_of(trainer, names)
+    digests = [logra.digest(trainer, names)]
+    with Journal.create(
+        tmp_path, run="ab12", base=digests[0], targets=[[n, *b.shape] for n, b in mine.items()], segment_bytes=100_000
+    ) as log:
+        publisher = Publisher(log)
+        reader = Subscriber(log, Replica(blocks_of(tiny_model(), names)), "witness")  # through it all
+
+        def train(until: int) -> None:
+            for index in range(log.next, until):
+                update = random_update(index, mine, [], "aligned")
+                apply_blocks(mine, update)
+                digests.append(logra.digest(trainer, names))
+                publisher.publish(update, index + 1, digests[-1])
+                if (index + 1) % 5 == 0:
+                    log.write_anchor(index + 1, mine, digests[-1])
+
+        train(22)
+        reader.sync()
+        log.truncate(17)
+        del digests[18:]
+        resumed = tiny_model()  # the trainer again, from version 16, where its checkpoint was
+        replica = start_point("checkpoint", 16, log, resumed, names)
+        bring_to(log, replica, 17)
+        trainer, mine = resumed, replica.blocks
+        train(LAST)
+        assert reader.sync().digest == digests[LAST]
+        for at in range(5, LAST, 5):
+            for kind in ("anchor", "checkpoint"):
+                replica = start_point(kind, at, log, tiny_model(), names)
+                goal = min(LAST, at + 4)
+                assert bring_to(log, replica, goal) == goal and replica.digest() == digests[goal], (kind, at)
+        first = log.compact(31)
+        assert 0 < first <= 30 and log.oldest == 30
+        late = Replica(blocks_of(tiny_model(), names))
+        assert bring_to(log, late) == LAST and late.digest() == digests[LAST]

@@ -29,8 +29,12 @@ from logra.trust.region import TrustRegion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 SPLIT = {"method.weights": "split", "model.dtype": "bfloat16"}
+ALIGNED = {"method.basis": "aligned", "method.refresh_every": 2}
 KINDS = {
     "logra": {},
+    "aligned": ALIGNED,
+    "aligned row_adam": ALIGNED | {"method.optimizer": "row_adam", "method.momentum": 0.9, "method.explore": 2},
+    "aligned split": ALIGNED | SPLIT | {"method.residual": "cpu"},
     "dense": {"method.name": "dense"},
     "lora": {"method.name": "lora"},
     "split": SPLIT,
@@ -78,13 +82,14 @@ def rollouts(lengths):
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
-def test_splitting_the_batch_gives_equal_sketches(arch, aggregation):
+@pytest.mark.parametrize("basis", ["random", "aligned"])
+def test_splitting_the_batch_gives_equal_sketches(arch, aggregation, basis):
     batch = collate(rollouts([1, 30, 2, 17, 5, 0, 40, 3]), pad_id=0)
     advantages = torch.linspace(-1, 1, 8, dtype=torch.float64)
     batch = batch.with_advantages(advantages, aggregation=aggregation, max_new_tokens=40)
     results = []
     for size in (8, 4, 2, 1):
-        method = LograMethod(tiny_model(arch), Schedule(1e-3), rank=16)
+        method = LograMethod(tiny_model(arch), Schedule(1e-3), rank=16, basis=basis)
         accumulate(method.model, batch, size, LossSettings(), tally=Tally())
         results.append(method.sketcher)
     for other in results[1:]:
@@ -114,11 +119,11 @@ def everything(trainer):
     return digest(trainer.method.model), tensors, copy.deepcopy(state), trainer.method.num_updates
 
 
-@pytest.mark.parametrize("method", ["logra", "dense", "lora"])
+@pytest.mark.parametrize("kind", ["logra", "aligned", "dense", "lora"])
 @pytest.mark.parametrize("advantage", ["grpo", "running_baseline"])
-def test_a_batch_without_signal_changes_no_byte(method, advantage, tmp_path):
-    """Every reward equal: weights, moments, schedule, trust region and counters stay; the skip is counted."""
-    flags = {"method.name": method, "algorithm.advantage": advantage, "method.weight_decay": 0.1}
+def test_a_batch_without_signal_changes_no_byte(kind, advantage, tmp_path):
+    """Every reward equal: weights, moments, basis, schedule, trust region and counters stay; the skip is counted."""
+    flags = KINDS[kind] | {"algorithm.advantage": advantage, "method.weight_decay": 0.1}
     run = build_run(settings(tmp_path / "run", **flags))
     try:
         trainer = run.trainer
@@ -187,14 +192,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     run.close()
 
 
-def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path):
+@pytest.mark.parametrize("basis", ["random", "aligned"])
+def test_killed_at_random_moments_and_resumed_equals_uninterrupted(basis, tmp_path):
     """SIGKILL of the real command, twice at random moments, then resumed to the end: weights and metrics bit for bit."""
     steps = 6
-    model = train(tmp_path / "straight", **{"train.steps": steps, "eval.every": 2})
+    flags = {"method.basis": basis, "method.refresh_every": 3}
+    model = train(tmp_path / "straight", **{"train.steps": steps, "eval.every": 2} | flags)
     folder = tmp_path / "killed"
     command = [
         sys.executable, "-m", "logra", "train", str(RECIPE), "--output_dir", str(folder), "--resume", "auto",
         "--train.steps", str(steps), "--eval.num_prompts", "8", "--eval.every", "2", "--checkpoint.every", "1", "--plain",
+        "--method.basis", basis, "--method.refresh_every", "3",
     ]  # fmt: skip
     chooser = random.Random(os.getpid())
     for _ in range(2):

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from logra import apply_update, digest
+from logra import digest
 from logra.errors import DamagedUpdateError, UpdateError
 from logra.sketch import wire
+from logra.sketch.block import apply_blocks, blocks_of
 from logra.sketch.quantize import BITS, largest
 from logra.sketch.update import Factor, Update
 
@@ -54,6 +56,17 @@ def an_update(seed, *, rank=3, bits=8, explicit=False, dense=True, targets=True,
     return Update(rank=rank, bits=bits, factors=factors, dense=values, **options)
 
 
+def aligned_update(seed, changed, *, index=3, first=1, **options):
+    """Incremental, with the bases of the targets in `changed`; the others go on with what HELD has."""
+    update = an_update(seed, explicit=True, rank=2, index=index, basis="aligned", basis_index=index, **options)
+    for name, factor in update.factors.items():
+        basis, origin = (factor.basis, index) if name in changed else (None, first)
+        update.factors[name] = replace(factor, basis=basis, basis_index=origin)
+    return update
+
+
+# what the model's blocks have kept: of update 1
+HELD = {n: (f.basis, 1) for n, f in an_update(9, explicit=True, rank=2).factors.items()}
 ENVELOPE = {"run": "0f" * 16, "base": "a1" * 16, "step": 4, "digest": None}
 BASES = [
     an_update(0).to_bytes(ENVELOPE),
@@ -62,6 +75,9 @@ BASES = [
     an_update(3, targets=False).to_bytes(ENVELOPE | {"digest": "c3" * 16}),
     an_update(4, targets=False, dense=False).to_bytes(),
     an_update(5, rank=1, bits=15, explicit=True, dense=False, decay=1e-3).to_bytes(ENVELOPE),
+    aligned_update(6, ["a.weight", "b.weight"]).to_bytes(ENVELOPE),
+    aligned_update(7, ["b.weight"], dense=False).to_bytes(),
+    aligned_update(8, [], bits=15, index=2).to_bytes(ENVELOPE),
 ]
 
 
@@ -219,7 +235,7 @@ def edit_header(rng, header, other):
         header[name] = other.get(name)
     elif entry is not None and isinstance(entry, dict):
         if kind == 3:
-            entry[rng.choice(["name", "out", "in", "explicit", "extra"])] = value
+            entry[rng.choice(["name", "out", "in", "explicit", "basis_index", "extra"])] = value
         elif kind == 4:
             table.append(copy.deepcopy(entry))
         elif kind == 5:
@@ -252,6 +268,7 @@ def meaning(update, envelope):
             f.out_features,
             f.in_features,
             f.basis is not None,
+            f.basis_index,
             f.q.dtype,
             tuple(f.q.shape),
             tuple(f.exponent.shape),
@@ -274,10 +291,25 @@ def check_says_what_the_bytes_say(message, update, envelope):
     assert [(n, *v.shape) for n, v in update.dense.items()] == [(e["name"], e["out"], e["in"]) for e in header["dense"]]
     assert len(set(update.names)) == len(update.names)
     assert b"".join(raw_bytes(t) for t in tensors_of(update)) == content
-    assert math.isfinite(update.decay) and update.basis == "random" and update.index >= 0 and update.basis_index >= 0
+    assert math.isfinite(update.decay) and update.index >= 0 and update.basis_index >= 0
+    if update.basis == "aligned":
+        check_bases(update, header)
+    else:
+        assert update.basis == "random" and all(f.basis_index is None for f in update.factors.values())
     for factor in update.factors.values():
         assert factor.q.dtype == BITS[update.bits] and int(factor.q.to(torch.int32).abs().max()) <= largest(update.bits)
         assert int(factor.exponent.min()) >= -126 and factor.q.shape == (factor.out_features, update.rank)
+
+
+def check_bases(update, header):
+    """What an aligned Update promises: nobody who has all before it can lack a basis, and the product is exact."""
+    assert update.basis_index == update.index and 127 * largest(update.bits) * update.rank < 2**24
+    for entry, factor in zip(header["factors"], update.factors.values(), strict=True):
+        assert type(factor.basis_index) is int and factor.basis_index == entry["basis_index"]
+        assert 0 <= factor.basis_index <= update.index and (
+            factor.basis is not None or factor.basis_index < update.index
+        )
+        assert factor.basis is None or int(factor.basis.to(torch.int32).abs().max()) <= 127
 
 
 def state_bytes(model):
@@ -290,7 +322,8 @@ def reference(before, update):
     for name, factor in update.factors.items():
         if int(factor.exponent.max()) > 90:
             return None
-        basis = update.basis_block(name, range(factor.in_features)).double()
+        is_kept = update.basis == "aligned" and factor.basis is None
+        basis = (HELD[name][0] if is_kept else update.basis_block(name, range(factor.in_features))).double()
         delta = (factor.q.double() @ basis) * 2.0 ** factor.exponent.double()[:, None]
         kept = before[name] * torch.tensor(1.0 - update.decay, dtype=torch.float32) if update.decay else before[name]
         after[name] = (kept.double() + delta).float()
@@ -307,10 +340,17 @@ ORIGIN_BYTES = state_bytes(MODEL)
 def check_applies_fully_or_not_at_all(update):
     """True if it was applied. The model is put back."""
     try:
-        apply_update(MODEL, update)
+        blocks = blocks_of(MODEL, update.names)
+        for name, (basis, index) in HELD.items():
+            if name in blocks:
+                blocks[name].hold(basis, index)
+        apply_blocks(blocks, update)
     except UpdateError:
         assert state_bytes(MODEL) == ORIGIN_BYTES, "refused, and yet something moved"
         return False
+    for name, factor in update.factors.items() if update.basis == "aligned" else ():
+        assert blocks[name].basis_index == factor.basis_index
+        assert torch.equal(blocks[name].basis, HELD[name][0] if factor.basis is None else factor.basis)
     after = reference(ORIGIN, update)
     if after is not None:
         for name, value in MODEL.state_dict().items():
@@ -466,6 +506,37 @@ def test_what_does_not_fit_moves_nothing(change, fits):
     assert check_applies_fully_or_not_at_all(update) == fits and digest(MODEL) == before
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_basis_that_is_not_held_moves_nothing(index):
+    """The first matrix brings its own: it must not move before the second is found to go on with what nobody has."""
+    message = aligned_update(7, ["a.weight"]).to_bytes()
+    forged = with_header(message, lambda h: h["factors"][1].update(basis_index=index))
+    assert check(forged) == ("applied" if index == 1 else "foreign")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h["factors"][0].update(basis_index=3),
+        lambda h: h["factors"][0].update(basis_index=4),
+        lambda h: h["factors"][0].update(basis_index=-1),
+        lambda h: h["factors"][0].update(basis_index=1.0),
+        lambda h: h["factors"][0].update(basis_index=True),
+        lambda h: h["factors"][0].pop("basis_index"),
+        lambda h: h["factors"][1].update(basis_index=None),
+        lambda h: h.update(basis_index=2),
+        lambda h: h.update(basis="random"),
+        lambda h: h.update(index=0, basis_index=0),
+    ],
+    ids=["new", "later", "negative", "float", "true", "absent", "null", "key", "random", "first"],
+)
+def test_aligned_headers_that_no_sender_writes_are_refused(change):
+    message = aligned_update(7, ["b.weight"]).to_bytes()
+    assert check(message) == "applied"
+    with pytest.raises(DamagedUpdateError):
+        wire.decode(with_header(message, change))
+
+
 @pytest.mark.parametrize("twin", [{"out": 5, "in": 7, "explicit": False}, {"out": 1, "in": 1, "explicit": True}])
 def test_doubled_names_are_refused(twin):
     def double(header):
@@ -576,15 +647,24 @@ def updates(draw):
     rank = draw(st.integers(1, 9 if bits == 8 else 7))
     generator, size = torch.Generator().manual_seed(draw(st.integers(0, 2**32))), st.integers(1, 6)
     cut = draw(st.integers(0, len(names)))
-    factors = {n: a_factor(generator, n, draw(size), draw(size), rank, bits, draw(st.booleans())) for n in names[:cut]}
+    index, basis = draw(st.integers(0, 2**63 - 1)), draw(st.sampled_from(["random", "aligned"]))
+    factors = {}
+    for name in names[:cut]:
+        factor = a_factor(generator, name, draw(size), draw(size), rank, bits, draw(st.booleans()) or index == 0)
+        if basis == "aligned":
+            first = draw(st.integers(0, index if factor.basis is not None else index - 1))
+            factor = replace(factor, basis_index=first)
+        elif index == 0 and draw(st.booleans()):
+            factor = replace(factor, basis=None)
+        factors[name] = factor
     dense = {
         n: torch.randn(draw(size), draw(size), generator=generator) * 10.0 ** draw(st.integers(-44, 37))
         for n in names[cut:]
     }
     return Update(
-        index=draw(st.integers(0, 2**63 - 1)),
-        basis="random",
-        basis_index=draw(st.integers(0, 2**63 - 1)),
+        index=index,
+        basis=basis,
+        basis_index=index if basis == "aligned" else draw(st.integers(0, 2**63 - 1)),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
         rank=rank,
         bits=bits,
@@ -607,15 +687,14 @@ def test_decode_undoes_encode(update, envelope):
 
 def test_views_do_not_change_the_message():
     """Transposed and strided tensors are sent as what they mean."""
-    update = an_update(0)
-    strided = {
-        n: Factor(
-            f.name,
-            f.out_features,
-            f.in_features,
-            f.q.t().contiguous().t(),
-            torch.stack([f.exponent, f.exponent], 1)[:, 1],
-        )
-        for n, f in update.factors.items()
-    }
-    assert Update(**{**vars(update), "factors": strided}).to_bytes() == update.to_bytes()
+    for update in (an_update(0), aligned_update(0, ["a.weight"])):
+        strided = {
+            n: replace(
+                f,
+                q=f.q.t().contiguous().t(),
+                exponent=torch.stack([f.exponent, f.exponent], 1)[:, 1],
+                basis=None if f.basis is None else f.basis.t().contiguous().t(),
+            )
+            for n, f in update.factors.items()
+        }
+        assert Update(**{**vars(update), "factors": strided}).to_bytes() == update.to_bytes()

@@ -40,20 +40,38 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 
 class Trainer:
-    """Targets get random factors, `dense` parameters random values; `step` applies and returns the Update."""
+    """Targets get random factors, `dense` parameters random values; `step` applies and returns the Update.
 
-    def __init__(self, model: PreTrainedModel, dense: tuple[str, ...] = (), run: str = "c0ffee") -> None:
-        self.model, self.run = model, run
+    basis: "random", or "aligned": every third Update brings a target's basis, not the same Updates for all targets.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, dense: tuple[str, ...] = (), run: str = "c0ffee", basis: str = "random"
+    ) -> None:
+        self.model, self.run, self.basis = model, run, basis
         targets, _ = select_targets(model)
         self.transposed = [t.name for t in targets if t.transposed]
         self.target_names = [t.name for t in targets]
         self.dense = dense
         self.names = [*self.target_names, *dense]
-        self.base = self.digest()
         self.version = 0
+        self.last: Update | None = None
+        self.base = self.digest()
 
     def blocks(self) -> dict[str, Block]:
-        return blocks_of(self.model, self.names)
+        blocks = blocks_of(self.model, self.names)
+        for name in self.target_names:
+            blocks[name].hold(*self._basis_of(name, blocks[name].shape[1]))
+        return blocks
+
+    def _basis_of(self, name: str, columns: int, rank: int = 4) -> tuple[torch.Tensor | None, int | None]:
+        """The basis that the next Update uses, and the Update it is new in."""
+        if self.basis == "random":
+            return None, None
+        number = self.target_names.index(name)
+        first = max(i for i in range(self.version + 1) if i == 0 or (i + number) % 3 == 0)
+        draw = torch.Generator().manual_seed(100_000 + 1000 * first + number)
+        return torch.randint(-9, 10, (rank, columns), dtype=torch.int8, generator=draw), first
 
     def digest(self) -> str:
         return digest_blocks(self.blocks())
@@ -66,15 +84,16 @@ class Trainer:
         for name in self.target_names:
             rows, columns = blocks[name].shape
             q = torch.randint(-7, 8, (rows, rank), dtype=torch.int8, generator=draw)
-            factors[name] = Factor(name, rows, columns, q, torch.full((rows,), exponent, dtype=torch.int8))
+            scale = torch.full((rows,), exponent if self.basis == "random" else exponent - 2, dtype=torch.int8)
+            factors[name] = Factor(name, rows, columns, q, scale, *self._basis_of(name, columns, rank))
         values = {name: blocks[name].master() for name in self.dense}
         dense = {n: v + 0.02 * torch.randn(v.shape, generator=draw) for n, v in values.items()}
-        return Update(self.version, "random", self.version, 7, rank, 8, factors, dense=dense)
+        return Update(self.version, self.basis, self.version, 7, rank, 8, factors, dense=dense)
 
     def step(self) -> Update:
         update = self.next_update()
         apply_blocks(self.blocks(), update)
-        self.version += 1
+        self.version, self.last = self.version + 1, update
         return update
 
     def engine_arguments(self) -> dict:

@@ -38,7 +38,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLMEngi
     # generation defaults that would shape the distribution, if anything were taken from them
     defaults = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": [1, 9], "max_new_tokens": 2}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
-    trainer = Trainer(model, DENSE)
+    trainer = Trainer(model, DENSE, basis="aligned")
     engine = start(
         folder, trainer, block_size=32, max_num_batched_tokens=300
     )  # prompts fill blocks, so prefixes are cached
@@ -108,7 +108,7 @@ def test_another_run_base_or_model_is_refused_before_anything_moves(engine: VLLM
         "another base": Packet(update, trainer.run, "abcd", 1),
         "another model": Packet(fewer, trainer.run, trainer.base, 1),
         "another history": Packet(update, trainer.run, trainer.base, 1, parent="1234"),
-        "replay": Packet(replace(update, index=version - 1), trainer.run, trainer.base, 1) if version else None,
+        "replay": Packet(trainer.last, trainer.run, trainer.base, 1) if trainer.last else None,
     }
     for word, packet in cases.items():
         if packet is None:

@@ -36,6 +36,7 @@ def build(model: Path, folder: Path, **flags):
         "output_dir": str(folder), "model.name_or_path": str(model), "rollout.engine": "vllm", "train.steps": 5,
         "eval.num_prompts": 8, "checkpoint.every": 2, "rollout.vllm.max_model_len": 128, "rollout.vllm.enforce_eager": True,
         "rollout.vllm.options": {"block_size": 32}, "method.dense_params": ["norms"], "journal.digest_every": 1,
+        "method.basis": "aligned", "method.refresh_every": 2,
     }  # fmt: skip
     return build_run(cfg.make_config(cfg.apply_overrides(cfg.read_yaml(RECIPE), base | flags)))
 

@@ -68,10 +68,14 @@ def build_history(
     tail: TailState | None,
     closers: list[Callable[[], None]],
 ) -> History | None:
-    """The journal, open for writing, with the method's weights brought to the tail."""
+    """The journal, open for writing, with the method's weights brought to the tail. The method's state is the checkpoint's."""
     if not config.keeps_journal or not isinstance(method, LograMethod):
         return None
     version = version_of(checkpoint)
+    if checkpoint is not None:
+        # not left to the trainer: the bases in force are needed where the journal leads on, and for its first anchor
+        own = {n.removeprefix("method."): t for n, t in checkpoint.tensors.items() if n.startswith("method.")}
+        method.load_state(own, checkpoint.state["method"])
     name = config.model.name_or_path
     local = Path(name).expanduser()
     model = {"name_or_path": name, "revision": config.model.revision}

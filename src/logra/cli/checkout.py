@@ -18,6 +18,7 @@ from logra.errors import CheckpointError, UserError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from logra.rl.checkpoint import Checkpoint
     from logra.rl.run_dir import RunDir
     from logra.sync.journal import Journal
 
@@ -116,16 +117,17 @@ def _write(
     import torch
 
     from logra.build import model_card
+    from logra.build.history import version_of
     from logra.errors import WrongBaseError
     from logra.rl.export import export_model
-    from logra.rl.history import frozen_digest, replica_at
+    from logra.rl.history import frozen_digest, hold_bases, replica_at
     from logra.rl.models import load_model, set_chat_template
     from logra.sketch.block import blocks_of
     from logra.sync.replay import bring_to
 
     info = journal.info()
-    checkpoint, start = _nearest(folder, step)
-    name, revision = (str(checkpoint / "model"), None) if checkpoint else _base(config, info.model)
+    checkpoint = _nearest(folder, step)
+    name, revision = (str(checkpoint.path / "model"), None) if checkpoint else _base(config, info.model)
     model, tokenizer = load_model(name, revision=revision, device="cpu", seed=config.seed)
     set_chat_template(tokenizer, None if checkpoint else config.model.chat_template)
     blocks = blocks_of(model, [target_name for target_name, _, _ in info.targets])
@@ -133,8 +135,10 @@ def _write(
         raise CheckpointError(
             f"{name} is not the model this run began with: weights that never move differ. Restore it"
         )
+    if checkpoint is not None:
+        hold_bases(blocks, checkpoint.tensors, checkpoint.state)
     try:
-        replica = replica_at(journal, blocks, start, version)
+        replica = replica_at(journal, blocks, version_of(checkpoint), version)
     except WrongBaseError as error:
         raise CheckpointError(
             f"{name} is not the model this run began with ({error}). Restore it, or choose a step after a checkpoint"
@@ -153,19 +157,18 @@ def _base(config: cfg.Config, recorded: Mapping[str, Any]) -> tuple[str, str | N
     return name, config.model.revision
 
 
-def _nearest(folder: RunDir, step: int) -> tuple[Path | None, int]:
-    """The newest unharmed checkpoint up to `step`, and its number of updates; (None, 0) for the base model."""
-    from logra.build.history import version_of
+def _nearest(folder: RunDir, step: int) -> Checkpoint | None:
+    """The newest unharmed checkpoint up to `step`; None: the base model."""
     from logra.rl.checkpoint import CheckpointStore, load_checkpoint
 
     for number, path in reversed(CheckpointStore(folder.checkpoints).steps().items()):
         if number > step:
             continue
         try:
-            return path, version_of(load_checkpoint(path))
+            return load_checkpoint(path)
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
-    return None, 0
+    return None
 
 
 def journal(run: str, *, verify: bool, compact: int | None, as_json: bool) -> int:

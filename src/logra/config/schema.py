@@ -48,12 +48,21 @@ class Method(Section):
     """Clip the gradient norm (for logra its estimate from the sketches); 0 is off."""
     eps: float = Field(default=1e-8, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's betas for dense and lora; logra's row_adam uses the second."""
-    basis: Literal["random", "gaussian"] = "random"
-    optimizer: Literal["row_adam", "sgd"] = "row_adam"
+    """AdamW's betas for dense and lora, and those of logra's adam; its row_adam uses the second."""
+    basis: Literal["random", "gaussian", "aligned"] = "random"
+    """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient."""
+    optimizer: Literal["row_adam", "adam", "sgd"] | None = None
+    """logra's optimizer of sketches; None: adam for an aligned basis, else row_adam."""
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of logra's first moment; None: betas[0] for adam, 0 for the others. Needs a basis that stays."""
     variant: Literal["simplified", "paper"] = "simplified"
     update_ratio: float = Field(default=6e-5, gt=0)
     refresh: bool = True
+    """random, gaussian: a new basis after every update."""
+    refresh_every: int = Field(default=8, ge=1)
+    """aligned: updates between two refreshes of one layer's basis; layers take turns."""
+    explore: int = Field(default=0, ge=0)
+    """aligned: how many of the rank's directions are random, orthogonal to the others."""
     bits: Literal[8, 15] = 8
     lora_alpha: float | None = None
     """LoRA's alpha; the default is the rank, so that the adapter's scale is 1."""
@@ -72,6 +81,23 @@ class Method(Section):
             raise ValueError(f"{what} belongs to method logra, not to {self.name}: leave it out")
         if self.residual == "cpu" and self.weights != "split":
             raise ValueError("residual=cpu needs weights=split: float32 weights have no residual")
+        return self
+
+    @model_validator(mode="after")
+    def _defaults_of_the_basis(self) -> Method:
+        if self.optimizer is None:
+            self.optimizer = "adam" if self.basis == "aligned" else "row_adam"
+        if self.momentum is None:
+            self.momentum = self.betas[0] if self.optimizer == "adam" else 0.0
+        stays = self.basis == "aligned" or not self.refresh
+        if self.name == "logra" and (self.optimizer == "adam" or self.momentum) and not stays:
+            raise ValueError(
+                f"optimizer={self.optimizer} with momentum={self.momentum} keeps moments of single coordinates, and a "
+                f"{self.basis} basis is drawn anew after every update: use basis=aligned (or refresh=false), or "
+                "optimizer=row_adam without momentum"
+            )
+        if self.name == "logra" and self.basis == "aligned" and not self.refresh:
+            raise ValueError("an aligned basis is refreshed every refresh_every updates: set that instead of refresh")
         return self
 
     @model_validator(mode="after")

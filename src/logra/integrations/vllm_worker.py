@@ -8,8 +8,9 @@ anchor), finish_weight_update. Two ways to hold the weights:
 - reload (CPU, where vLLM repacks linear weights after loading; quantised or otherwise unknown layouts): whole float32 matrices
   kept here in host memory, handed to vLLM's loader again (layerwise reload) when a transfer finishes.
 
-Whatever does not follow on what is here is refused before anything moves; what fails midway leaves this worker unusable until
-an anchor is loaded. `LograWorker` adds the calls by which the trainer asks where each worker stands.
+Either way a block holds its columns of the aligned basis in force, under the unfused name: Updates that go on with a basis leave
+it out. Whatever does not follow on what is here is refused before anything moves; what fails midway leaves this worker unusable
+until an anchor is loaded. `LograWorker` adds the calls by which the trainer asks where each worker stands.
 """
 
 from __future__ import annotations

@@ -32,6 +32,20 @@ from logra.sync.state import TailState
 
 logger = logging.getLogger(__name__)
 
+_BASIS = "method.sketcher.basis."  # and the name of the target: in the tensors of a checkpoint
+
+
+def hold_bases(blocks: Mapping[str, Block], tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Let blocks hold the aligned bases that were in force at a checkpoint (nothing to do for other bases).
+
+    tensors, state: of the checkpoint. Raises `CheckpointError` if they do not fit.
+    """
+    for name, index in (state["method"]["sketcher"].get("basis_index") or {}).items():
+        try:
+            blocks[name].hold(tensors[_BASIS + name], int(index))
+        except (KeyError, UpdateError) as error:
+            raise CheckpointError(f"the checkpoint lacks a fitting basis of {name}: {error}") from error
+
 
 def has_journal(folder: Path) -> bool:
     return (folder / HEADER).is_file()
@@ -108,7 +122,7 @@ def open_journal(
     model: Mapping[str, Any],
     tail: TailState | None = None,
 ) -> Journal:
-    """The run's journal for writing, made if there is none. The method's weights are those of `version`, after `step`.
+    """The run's journal for writing, made if there is none. The method's weights and bases are those of `version`, after `step`.
 
     model: name_or_path and revision; the digest of what never moves is added. tail: where the run goes on from, if the journal
     is to lead beyond `version`. Raises `UpdateError` if the journal began with other weights, moving or frozen. One that is
@@ -195,8 +209,9 @@ def _why_anew(
 
 
 def replica_at(journal: Journal, blocks: Mapping[str, Block], version: int, goal: int) -> Replica:
-    """A replica that the journal can bring to `goal`. blocks: of version `version`, or of the base model where the journal
-    begins later: an anchor is loaded over them then. Raises `UpdateError` of the kind that says what is wrong."""
+    """A replica that the journal can bring to `goal`. blocks: of version `version`, with the aligned bases in force, or of the
+    base model where the journal begins later: an anchor is loaded over them then. Raises `UpdateError` of the kind that says what
+    is wrong."""
     info = journal.info()
     if version < info.origin:
         anchors = [anchor.version for anchor in info.anchors if anchor.version <= goal]
@@ -216,7 +231,7 @@ def replica_at(journal: Journal, blocks: Mapping[str, Block], version: int, goal
 
 
 def replay(journal: Journal, method: LograMethod, version: int, tail: TailState) -> None:
-    """Bring the method's weights from `version` to the tail's by the journal's Updates, each checked."""
+    """Bring the method's weights from `version`, whose bases it holds, to the tail's by the journal's Updates, each checked."""
     try:
         bring_to(journal, replica_at(journal, method.blocks(), version, tail.version), tail.version)
     except UpdateError as error:

@@ -16,7 +16,7 @@ from logra.errors import UpdateError, WrongBaseError
 from logra.sketch import digest as digests
 from logra.sketch.split import bind_again, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
-from logra.sketch.update import Update, apply_block
+from logra.sketch.update import Factor, Update, apply_block
 
 _CHUNK = 1 << 20  # elements merged at once: no full-size float32 temporary exists
 
@@ -28,6 +28,8 @@ class Block:
     value: (rows, columns), often a view (transposed, or a slice of a fused parameter); float32, or bfloat16 `hi`.
     residual: int16 `lo` of a bfloat16 value, on any device. Without it a bfloat16 block can be read, not updated.
     shape: of the whole matrix. row_start, column_start: where the block begins in it.
+    basis, basis_index: the aligned basis in force, int8 (rank, columns of this block), and the first Update that used it;
+    None where none is known. Updates that go on with a basis leave it out.
     """
 
     name: str
@@ -36,12 +38,27 @@ class Block:
     shape: tuple[int, int] = (-1, -1)
     row_start: int = 0
     column_start: int = 0
+    basis: Tensor | None = None
+    basis_index: int | None = None
 
     def __post_init__(self) -> None:
         if self.shape == (-1, -1):
             self.shape = (self.value.shape[0], self.value.shape[1])
         if self.rows.stop > self.shape[0] or self.columns.stop > self.shape[1]:
             raise UpdateError(f"the block of {self.name} reaches beyond its matrix of {self.shape}")
+        self.hold(self.basis, self.basis_index)
+
+    def hold(self, basis: Tensor | None, basis_index: int | None) -> None:
+        """Take a basis as the one in force (None, None: none is known). Raises `UpdateError` if it cannot be this block's."""
+        if (basis is None) != (basis_index is None):
+            raise UpdateError(f"{self.name} has a basis without the index of its first Update, or the other way round")
+        if basis is not None:
+            if basis.dtype != torch.int8 or basis.ndim != 2 or basis.shape[1] != len(self.columns):
+                raise UpdateError(
+                    f"{self.name} needs a basis of int8 (rank, {len(self.columns)}), not {basis.dtype} {tuple(basis.shape)}"
+                )
+            basis = basis.to(self.value.device)
+        self.basis, self.basis_index = basis, basis_index
 
     @property
     def rows(self) -> range:
@@ -52,7 +69,7 @@ class Block:
         return range(self.column_start, self.column_start + self.value.shape[1])
 
     def check(self, update: Update) -> None:
-        """Raise `UpdateError` unless `update` can be applied: the right shape, float32 or split storage."""
+        """Raise `UpdateError` unless `update` can be applied: the right shape, its basis, float32 or split storage."""
         factor, dense = update.factors.get(self.name), update.dense.get(self.name)
         if factor is None and dense is None:
             raise WrongBaseError(f"update {update.index} has nothing for {self.name}: another model, or other targets?")
@@ -61,6 +78,8 @@ class Block:
             raise WrongBaseError(
                 f"update {update.index} expects {self.name} as {shape[0]} x {shape[1]}, here it is {self.shape}: another model?"
             )
+        if factor is not None and update.basis == "aligned":
+            self._check_basis(update.index, factor)
         self._check_bound()
         if self.residual is None and self.value.dtype != torch.float32:
             raise UpdateError(
@@ -68,30 +87,66 @@ class Block:
                 "with their int16 residual; those of an attached model are in Sketcher.blocks())"
             )
 
+    def _check_basis(self, index: int, factor: Factor) -> None:
+        """Raise `WrongBaseError` unless an aligned factor brings its basis, or goes on with the one that is held here."""
+        rank = factor.q.shape[1]
+        if factor.basis_index is None:
+            raise UpdateError(f"update {index} does not say which Update brought the basis of {self.name}")
+        if factor.basis is not None:
+            if tuple(factor.basis.shape) != (rank, factor.in_features):
+                raise WrongBaseError(
+                    f"update {index} has a basis of shape {tuple(factor.basis.shape)} for {self.name}, not "
+                    f"{(rank, factor.in_features)}"
+                )
+            return
+        if self.basis is None or self.basis_index != factor.basis_index:
+            held = "none is held" if self.basis is None else f"the one of update {self.basis_index} is held"
+            raise WrongBaseError(
+                f"update {index} goes on with the basis of {self.name} that travelled in update {factor.basis_index}, and here "
+                f"{held}: apply the Updates in order from that one on, or start from an anchor or a checkpoint, which hold it"
+            )
+        if self.basis.shape[0] != rank:
+            raise WrongBaseError(
+                f"update {index} has rank {rank}, the basis held for {self.name} {self.basis.shape[0]}"
+            )
+
     def apply(self, update: Update, basis: Tensor | None = None) -> None:
         """Apply the matching part of an Update in place, bit for bit as every other holder does.
 
-        basis: the unscaled (r, columns) block, if it is at hand; else it is drawn. Split blocks are merged, moved and split
-        again by row chunks, with the residual streamed from the host where it lives there.
+        basis: the unscaled (r, columns) block, if it is at hand; else it is taken from the Update, drawn, or the one in force.
+        Split blocks are merged, moved and split again by row chunks, with the residual streamed from the host where it lives
+        there. An aligned basis that the Update brings is in force from then on.
         """
         dense = update.dense.get(self.name)
         if dense is not None:
             self.load(dense[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop])
             return
         factor = update.factors[self.name]
-        block = update.basis_block(self.name, self.columns, self.value.device) if basis is None else basis
+        is_new = update.basis == "aligned" and factor.basis is not None
+        block = self._basis_for(update) if basis is None else basis
         rows = slice(self.rows.start, self.rows.stop)
         q, exponent = factor.q[rows].to(self.value.device), factor.exponent[rows].to(self.value.device)
         with torch.no_grad():
             if self.residual is None:
                 apply_block(self.value, q, exponent, block, update.decay)
-                return
-            block = block.to(self.value.device, torch.float32)
-            for chunk in self._chunks():
-                master = self._merged(chunk)
-                apply_block(master, q[chunk], exponent[chunk], block, update.decay)
-                self._store(chunk, master)
-            bind_again(self.value, self.residual)
+            else:
+                self._apply_split(q, exponent, block, update.decay)
+        if is_new and factor.basis is not self.basis:  # a copy: the sender may refresh its own in place
+            self.hold(block.to(self.value.device, torch.int8, copy=True), factor.basis_index)
+
+    def _apply_split(self, q: Tensor, exponent: Tensor, basis: Tensor, decay: float) -> None:
+        assert self.residual is not None
+        basis = basis.to(self.value.device, torch.float32)
+        for chunk in self._chunks():
+            master = self._merged(chunk)
+            apply_block(master, q[chunk], exponent[chunk], basis, decay)
+            self._store(chunk, master)
+        bind_again(self.value, self.residual)
+
+    def _basis_for(self, update: Update) -> Tensor:
+        if update.basis == "aligned" and update.factors[self.name].basis is None and self.basis is not None:
+            return self.basis
+        return update.basis_block(self.name, self.columns, self.value.device)
 
     def load(self, master: Tensor) -> None:
         """Set from float32 values (rows, columns)."""

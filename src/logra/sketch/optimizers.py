@@ -7,7 +7,10 @@ differ in how layer magnitudes and the overall step are set:
 - `paper` (the authors' fork): per-row scales with the layer's sketch norm restored, then one global normalisation to
   `update_ratio` times the weight norm.
 
-Both leave W unchanged and return the moment's next value; the caller commits it when the step is applied.
+`adam` (ours, for a basis that stays: aligned, or fixed) keeps both moments of every element of S; `row_adam` takes a first
+moment too there. Where the basis is refreshed, moments follow by the overlap T = A_old A_new^T (design 2.2).
+
+All leave W unchanged and return the moments' next values; the caller commits them when the step is applied.
 Legend: d rows of all given targets stacked, r rank.
 """
 
@@ -18,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NAMES = ("row_adam", "sgd")
+NAMES = ("row_adam", "adam", "sgd")
 VARIANTS = ("simplified", "paper")
 
 
@@ -29,9 +32,43 @@ def row_second_moment(sketch_dr: Tensor, moment_d1: Tensor, step: int, beta2: fl
     return moment, moment / (1.0 - beta2**step)
 
 
-def row_adam_direction(sketch_dr: Tensor, corrected_d1: Tensor, eps: float) -> Tensor:
-    """Simplified variant: D = S / (sqrt(v_hat) + eps). In steady state rms(D A) is about 1 an element."""
-    return sketch_dr / (corrected_d1.sqrt() + eps)
+def element_second_moment(sketch_dr: Tensor, moment_dr: Tensor, step: int, beta2: float) -> tuple[Tensor, Tensor]:
+    """v <- beta2 v + (1 - beta2) S^2, element by element; returns (v, v / (1 - beta2^step)). `step` is 1-based."""
+    moment = (moment_dr * beta2).addcmul_(sketch_dr, sketch_dr, value=1.0 - beta2)
+    return moment, moment / (1.0 - beta2**step)
+
+
+def first_moment(sketch_dr: Tensor, moment_dr: Tensor, step: int, beta1: float) -> tuple[Tensor, Tensor]:
+    """m <- beta1 m + (1 - beta1) S; returns (m, m / (1 - beta1^step)), both (d, r) float32."""
+    moment = torch.lerp(sketch_dr, moment_dr, beta1)
+    return moment, moment / (1.0 - beta1**step)
+
+
+def carry_first(moment_dr: Tensor, overlap_rr: Tensor) -> Tensor:
+    """m T: what of a mean gradient known in the old basis the new basis sees (T = A_old A_new^T)."""
+    return moment_dr @ overlap_rr
+
+
+def carry_second(
+    moment_dr: Tensor, overlap_rr: Tensor, first_dr: Tensor, step: int, betas: tuple[float, float]
+) -> Tensor:
+    """v (T*T), at least what the carried first moment `first_dr` implies, after update number `step` (1-based).
+
+    v (T*T) is the second moment in the new basis if the old coordinates were uncorrelated. They need not be: the mean of a
+    gradient that pointed along a diagonal of the old basis adds up in one new coordinate, up to r-fold in the square. But
+    no second moment is below the square of its mean (Jensen), so v_hat >= m_hat^2 is kept: a refresh never spikes the step.
+    """
+    beta1, beta2 = betas
+    carried = moment_dr @ overlap_rr.square()
+    return torch.maximum(carried, first_dr.square() * ((1.0 - beta2**step) / (1.0 - beta1**step) ** 2))
+
+
+def row_adam_direction(sketch_dr: Tensor, corrected: Tensor, eps: float) -> Tensor:
+    """Simplified variant: D = S / (sqrt(v_hat) + eps), v_hat (d, 1), or (d, r) for `adam`.
+
+    With a random basis rms(D A) is about 1 an element in steady state, with an orthonormal one sqrt(r / k).
+    """
+    return sketch_dr / (corrected.sqrt() + eps)
 
 
 def row_adam_paper_direction(sketch_dr: Tensor, corrected_d1: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
 from logra.sketch.block import Block, apply_blocks, digest_blocks
-from logra.sketch.split import RESIDUAL, bind, check_splittable, merge_targets, split_targets
+from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
+from logra.sketch.split import bind, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
 
@@ -42,7 +43,7 @@ class Proposal:
     grad_norm: float
     lr: float
     decay: float
-    moment: Tensor | None = None
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
 
     def factor(self, name: str) -> Tensor:
         """U of one target, (d, r) float32: the weight moves by U A."""
@@ -76,10 +77,11 @@ class Sketcher:
             self._rows[target.name] = slice(start, start + target.out_features)
             start += target.out_features
         self._sketches = torch.zeros(start, self.rank, dtype=torch.float32, device=device)
-        keeps_moment = options["optimizer"] == "row_adam"
-        self._moment = torch.zeros(start, 1, dtype=torch.float32, device=device) if keeps_moment else None
-        self._blocks: dict[str, Tensor] = {}
-        self._blocks_index = -1  # the basis index they were drawn for
+        self._moments = {
+            key: torch.zeros(start, columns, dtype=torch.float32, device=device)
+            for key, columns in moment_columns(options).items()
+        }
+        self._bases = make_bases({t.name: t.in_features for t in targets}, options, device)
         self._is_dirty = self._is_detached = False
         self._handles: list[Any] = []
         self._was_trainable = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -103,8 +105,9 @@ class Sketcher:
                     anchor,
                     lambda name=name: self.basis_block(name),
                     lambda name=name: self.sketch(name),
-                    bases.scale(self.rank),
+                    lambda name=name: self._bases.scale(name),
                     self._note,
+                    lambda name=name: self._bases.observer(name, self.update_index),
                 )
             )
 
@@ -117,22 +120,31 @@ class Sketcher:
 
     def basis(self, name: str) -> Tensor:
         """The A in force, (r, in) float32."""
-        return self.basis_block(name).to(torch.float32) * bases.scale(self.rank)
+        scale = self.basis_scale(name)
+        return self.basis_block(name).float() * (scale if isinstance(scale, int | float) else scale[:, None])
 
     def basis_block(self, name: str) -> Tensor:
-        """The unscaled A in force, (r, in): int8 signs for `random`. Drawn when first used after an update."""
-        index = self.update_index if self.options["refresh"] else 0
-        if self._blocks_index != index:
-            columns = [range(t.in_features) for t in self.targets]
-            kind, seed, device = self.options["basis"], self.options["seed"], self._sketches.device
-            self._blocks, self._blocks_index = {}, -1  # first, so that two sets never exist at once
-            blocks = bases.draw_all(kind, seed, self.names, index, range(self.rank), columns, device)
-            self._blocks, self._blocks_index = dict(zip(self.names, blocks, strict=True)), index
-        return self._blocks[name]
+        """The unscaled A in force, (r, in): int8 for `random` (signs) and `aligned`."""
+        return self._bases.block(name, self.update_index)
+
+    def basis_scale(self, name: str) -> capture.Scale:
+        """The factor between `basis_block` and A: one number, or (r,) powers of two for `aligned`."""
+        return self._bases.scale(name)
+
+    def accumulated(self) -> list[Tensor]:
+        """All that adds up over microbatches, to be summed in place over data-parallel ranks before `propose`.
+
+        The sketches of all targets, one (sum d, r) float32 tensor, and what is collected for the next aligned bases. The same
+        shapes on every rank, also on one that had no rollouts. Ranks that sum them the same way (all_reduce) then propose,
+        apply and refresh bit for bit alike.
+        """
+        self._is_dirty = True
+        return [self._sketches, *self._bases.collected(self.update_index)]
 
     def zero(self) -> None:
         """Forget what was accumulated."""
         self._sketches.zero_()
+        self._bases.forget()
         self._is_dirty = False
 
     @property
@@ -160,16 +172,25 @@ class Sketcher:
         sketches = self._sketches
         if self.options["max_grad_norm"]:
             sketches = sketches * optimizers.clip_factor(norm, self.options["max_grad_norm"])
-        moment = corrected = None
-        if self._moment is not None:
-            moment, corrected = optimizers.row_second_moment(
-                sketches, self._moment, self.update_index + 1, self.options["beta2"]
-            )
-        factors = self._direction(sketches, corrected).mul_(-lr)
-        return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, moment)
+        mean, corrected, moments = self._advanced(sketches)
+        factors = self._direction(mean, corrected).mul_(-lr)
+        return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, moments)
+
+    def _advanced(self, sketches: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """(m_hat, or S without a first moment; v_hat if any; the moments' next values)."""
+        options, step, moments = self.options, self.update_index + 1, {}
+        mean, corrected = sketches, None
+        if FIRST in self._moments:
+            moments[FIRST], mean = optimizers.first_moment(sketches, self._moments[FIRST], step, options["beta1"])
+        if SECOND in self._moments:
+            advance = optimizers.element_second_moment
+            if options["optimizer"] == "row_adam":
+                advance = optimizers.row_second_moment
+            moments[SECOND], corrected = advance(sketches, self._moments[SECOND], step, options["beta2"])
+        return mean, corrected, moments
 
     def _direction(self, sketches: Tensor, corrected: Tensor | None) -> Tensor:
-        """D of all targets stacked, a new tensor."""
+        """D of all targets stacked, a new tensor. sketches: S, or the mean of S."""
         eps = self.options["eps"]
         if self.options["variant"] == "simplified":
             if corrected is None:
@@ -186,9 +207,9 @@ class Sketcher:
         weight_square = optimizers.squares([t.weight.detach() for t in self.targets])
         update_square = 0.0
         for name in self.names:
-            block = self.basis_block(name).to(torch.float32)
-            gram = (block @ block.t()).mul_(bases.scale(self.rank) ** 2)
-            update_square += float(optimizers.reconstructed_square(direction[self._rows[name]], gram))
+            basis = self.basis(name)
+            square = optimizers.reconstructed_square(direction[self._rows[name]], basis @ basis.t())
+            update_square += float(square)
         return optimizers.update_ratio_factor(weight_square, update_square, self.options["update_ratio"])
 
     def _first_non_finite(self) -> str:
@@ -210,11 +231,27 @@ class Sketcher:
             return None
         update = self.quantize(proposal, scale)
         apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
-        if self._moment is not None and proposal.moment is not None:
-            self._moment.copy_(proposal.moment)
+        for key, moment in proposal.moments.items():
+            self._moments[key].copy_(moment)
         self.update_index += 1
+        for name, overlap in self._bases.refresh(self.update_index).items():
+            self._carry(name, overlap)
         self.zero()
         return update
+
+    def _carry(self, name: str, overlap: Tensor) -> None:
+        """Take one target's moments over to its new basis."""
+        rows, options = self._rows[name], self.options
+        if FIRST in self._moments:
+            self._moments[FIRST][rows] = optimizers.carry_first(self._moments[FIRST][rows], overlap)
+        if SECOND in self._moments and options["optimizer"] == "adam":
+            self._moments[SECOND][rows] = optimizers.carry_second(
+                self._moments[SECOND][rows],
+                overlap,
+                self._moments[FIRST][rows],
+                self.update_index,
+                (options["beta1"], options["beta2"]),
+            )
 
     def quantize(self, proposal: Proposal, scale: float = 1.0) -> Update:
         """The Update that `apply` would make; nothing is changed."""
@@ -224,19 +261,28 @@ class Sketcher:
         options, rank = self.options, self.rank
         seed, index = options["seed"], self.update_index
         key = hashing.derive_key(seed, "round", index)
-        q, exponent = quantize.quantize(
-            proposal.factors, options["bits"], key, *self._row_numbers(), scale=scale * bases.scale(rank)
-        )
+        factors, factor_scale = self._fold(proposal.factors)
+        q, exponent = quantize.quantize(factors, options["bits"], key, *self._row_numbers(), scale=scale * factor_scale)
         if int(exponent.max()) > quantize.MAX_EXPONENT:
             raise NonFiniteError(
                 "the step is of size 1e30 and more: training has diverged; nothing was applied, lower the lr"
             )
-        factors = {
-            t.name: Factor(t.name, t.out_features, t.in_features, q[self._rows[t.name]], exponent[self._rows[t.name]])
-            for t in self.targets
-        }
-        basis_index = index if options["refresh"] else 0
-        return Update(index, options["basis"], basis_index, seed, rank, options["bits"], factors, proposal.decay)
+        parts = {}
+        for t in self.targets:
+            rows = self._rows[t.name]
+            basis, first = self._bases.explicit(t.name)
+            parts[t.name] = Factor(t.name, t.out_features, t.in_features, q[rows], exponent[rows], basis, first)
+        basis_index = self._bases.basis_index(index)
+        return Update(index, options["basis"], basis_index, seed, rank, options["bits"], parts, proposal.decay)
+
+    def _fold(self, factors: Tensor) -> tuple[Tensor, float]:
+        """U with the bases' scales in it, as (tensor, number to multiply by): what is merged is a product of integers."""
+        if self.options["basis"] != "aligned":
+            return factors, bases.scale(self.rank)
+        folded = torch.empty_like(factors)
+        for name, rows in self._rows.items():
+            torch.mul(factors[rows], self.basis_scale(name), out=folded[rows])
+        return folded, 1.0
 
     def _row_numbers(self) -> tuple[Tensor, Tensor]:
         """Of each stacked row: the stream of its target (a hash of the name) and its number within the target."""
@@ -251,7 +297,11 @@ class Sketcher:
 
     def blocks(self) -> dict[str, Block]:
         """The targets as blocks: views of the weights as they are now, with their residuals if they are split."""
-        return {t.name: Block(t.name, t.matrix(), self._residuals.get(t.name)) for t in self.targets}
+        result = {}
+        for t in self.targets:
+            basis, first = self._bases.explicit(t.name)
+            result[t.name] = Block(t.name, t.matrix(), self._residuals.get(t.name), basis=basis, basis_index=first)
+        return result
 
     def digest(self) -> str:
         """Hex digest of the targets' float32 values, the same for `fp32` and `split` weights (logra.digest)."""
@@ -296,8 +346,9 @@ class Sketcher:
             "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze", "residual")},
             "is_dirty": self._is_dirty,
         }
-        if self._moment is not None:
-            state["moment"] = self._moment.clone()
+        state |= {key: moment.clone() for key, moment in self._moments.items()}
+        tensors, values = self._bases.state()
+        state |= tensors | values
         if self._is_dirty:
             state["sketches"] = self._sketches.clone()
         if residuals:
@@ -312,9 +363,7 @@ class Sketcher:
                 raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
         if not isinstance(state.get("is_dirty"), bool) or not isinstance(state.get("update_index"), int):
             raise UpdateError("the saved sketcher lacks is_dirty or update_index")
-        needed: dict[str, Tensor] = {}
-        if self._moment is not None:
-            needed["moment"] = self._moment
+        needed = dict(self._moments)
         if state.get("is_dirty"):
             needed["sketches"] = self._sketches
         if any(key.startswith("residual.") for key in state):
@@ -323,7 +372,8 @@ class Sketcher:
             saved = state.get(key)
             if saved is None or not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
                 raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(own.shape)}")
-        self.zero()
+        self._bases.load(state)
+        self._sketches.zero_()
         for key, own in needed.items():
             own.copy_(state[key])
         if any(key.startswith("residual.") for key in needed):
@@ -372,17 +422,20 @@ def attach(
     rank: int = 64,
     basis: str = "random",
     seed: int = 42,
-    optimizer: str = "row_adam",
+    optimizer: str | None = None,
     variant: str = "simplified",
     targets: Sequence[str] | str | None = None,
     weights: str = "fp32",
     residual: str = "device",
+    beta1: float | None = None,
     beta2: float = 0.95,
     eps: float = 1e-8,
     update_ratio: float = 6e-5,
     weight_decay: float = 0.0,
     max_grad_norm: float = 0.0,
     refresh: bool = True,
+    refresh_every: int = 8,
+    explore: int = 0,
     bits: int = 8,
     freeze: bool = True,
     device: torch.device | str | None = None,
@@ -391,18 +444,26 @@ def attach(
 
     Module names, the state dict and `save_pretrained` are untouched, and `Sketcher.detach` undoes it.
 
-    rank: r; at most the in features of every target. basis: "random" (Rademacher) or "gaussian" (ablation; never sent).
-    optimizer: "row_adam" or "sgd". variant: "simplified" (plain lr) or "paper" (layer norms restored, `update_ratio`).
-    targets: see `logra.sketch.targets.select_targets`. max_grad_norm: clip root sum ||S||^2, 0 is off (the published code
-    clips ||S A||, about sqrt(k/r) larger). bits: 8 or 15, of the Update's integers. freeze: also freeze everything that is
-    no target. weights: "fp32", or "split": the parameter becomes bfloat16, which the forward pass uses (so compute in
-    bfloat16: a bfloat16 model, or autocast), and an int16 residual keeps the rest of the float32 (logra.sketch.split).
-    residual: where it lives, "device" or "cpu" (2 bytes a parameter less on the accelerator). device: move the model there
+    rank: r; at most the in features of every target. basis: "random" (Rademacher), "aligned" (tracked from the layers'
+    inputs, `logra.sketch.aligned`) or "gaussian" (ablation; never sent). optimizer: "row_adam", "adam" (for a basis that
+    stays) or "sgd"; None: adam for aligned, else row_adam. beta1: decay of the first moment; None: 0.9 for adam, else 0.
+    refresh: draw a new basis after every update (not for aligned). refresh_every: updates between two refreshes of one
+    target's aligned basis. explore: how many of its rows are random. variant: "simplified" (plain lr) or "paper" (layer
+    norms restored, `update_ratio`). targets: see `logra.sketch.targets.select_targets`. max_grad_norm: clip root sum
+    ||S||^2, 0 is off (the published code clips ||S A||, about sqrt(k/r) larger for a random basis). bits: 8 or 15, of the
+    Update's integers. freeze: also freeze everything that is no target. weights: "fp32", or "split": the parameter becomes
+    bfloat16, which the forward pass uses (so compute in bfloat16: a bfloat16 model, or autocast), and an int16 residual keeps
+    the rest of the float32 (logra.sketch.split). residual: where it lives, "device" or "cpu" (2 bytes a parameter less on the
+    accelerator). device: move the model there
     while attaching, target by target, so that float32 never needs to fit on it. Raises `ModelError` or `ConfigError` with the
     fix; nothing is attached then.
     """
-    _check_options(basis, optimizer, variant, weights, residual, rank, beta2, eps, bits)
-    _check_numbers(update_ratio=update_ratio, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+    options = resolve({
+        "rank": rank, "basis": basis, "seed": seed, "optimizer": optimizer, "variant": variant, "targets": targets,
+        "weights": weights, "residual": residual, "beta1": beta1, "beta2": beta2, "eps": eps, "update_ratio": update_ratio,
+        "weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "refresh": refresh, "refresh_every": refresh_every,
+        "explore": explore, "bits": bits, "freeze": freeze,
+    })  # fmt: skip
     chosen, skipped = select_targets(model, targets)
     for target in chosen:
         if capture.is_tapped(target.module):
@@ -415,48 +476,8 @@ def attach(
         )
     if any(t.weight.device != chosen[0].weight.device for t in chosen):
         raise ModelError("targets lie on several devices: load the model on one")
-    options = {
-        "rank": rank, "basis": basis, "seed": seed, "optimizer": optimizer, "variant": variant, "targets": targets,
-        "weights": weights, "residual": residual, "beta2": beta2, "eps": eps, "update_ratio": update_ratio,
-        "weight_decay": weight_decay,
-        "max_grad_norm": max_grad_norm, "refresh": refresh, "bits": bits, "freeze": freeze,
-    }  # fmt: skip
     dtypes = {t.name: t.weight.dtype for t in chosen}
     residuals = split_targets(chosen, residual, device) if weights == "split" else None
     if device is not None:
         model.to(device)
     return Sketcher(model, chosen, skipped, options, residuals, dtypes)
-
-
-def _check_options(
-    basis: str,
-    optimizer: str,
-    variant: str,
-    weights: str,
-    residual: str,
-    rank: int,
-    beta2: float,
-    eps: float,
-    bits: int,
-) -> None:
-    for what, value, allowed in (
-        ("basis", basis, bases.KINDS),
-        ("optimizer", optimizer, optimizers.NAMES),
-        ("variant", variant, optimizers.VARIANTS),
-        ("weights", weights, ("fp32", "split")),
-        ("residual", residual, RESIDUAL),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{what}={value!r} is not known: use one of {list(allowed)}")
-    if residual == "cpu" and weights != "split":
-        raise ConfigError("residual='cpu' needs weights='split': float32 weights have no residual")
-    if not isinstance(rank, int) or rank < 1 or not 0.0 <= beta2 < 1.0 or not eps > 0.0:
-        raise ConfigError(f"need an integer rank >= 1, 0 <= beta2 < 1 and eps > 0; got {rank}, {beta2}, {eps}")
-    if basis == "random":
-        quantize.check_exact(bits, 1, rank)
-
-
-def _check_numbers(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf:
-            raise ConfigError(f"{name} must be finite and not negative, got {value}")

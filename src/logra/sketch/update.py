@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from logra.errors import WrongBaseError
 from logra.sketch import basis as bases
 from logra.sketch.quantize import power_of_two
 
@@ -26,7 +27,9 @@ _CHUNK = 1 << 20  # elements of a row chunk: the product's temporary stays in ca
 class Factor:
     """One target's part: q (d, r) int8 or int16 and exponent (d,) int8, for a weight of d = out_features rows.
 
-    basis is an explicit int8 (r, k) block, or None where the Update's key says how to draw it.
+    basis is an explicit int8 (r, k) block, or None where the Update's key says how to draw it. basis_index, of an aligned
+    Update only: the index of the first Update that used this basis; without basis it is the one that travelled in that Update,
+    and that a holder has kept (`logra.sketch.block.Block.basis`).
     """
 
     name: str
@@ -35,15 +38,16 @@ class Factor:
     q: Tensor
     exponent: Tensor
     basis: Tensor | None = None
+    basis_index: int | None = None
 
 
 @dataclass(frozen=True)
 class Update:
     """One step of the policy, number `index` (0-based), as it is sent, applied and stored: version index to index + 1.
 
-    basis, seed, basis_index: the kind of basis and its key (logra.sketch.basis.draw). decay: the decoupled weight decay.
-    dense: the new float32 values, whole, of parameters that are trained densely beside the targets; logical (out, in)
-    layout, vectors as (n, 1).
+    basis, seed, basis_index: the kind of basis and its key (logra.sketch.basis.draw); "aligned" has no key, its bases are in
+    the factors and basis_index is the Update's own index. decay: the decoupled weight decay. dense: the new float32 values,
+    whole, of parameters that are trained densely beside the targets; logical (out, in) layout, vectors as (n, 1).
     """
 
     index: int
@@ -60,6 +64,13 @@ class Update:
     def names(self) -> list[str]:
         """Everything that this Update moves: the targets, then the densely trained parameters."""
         return [*self.factors, *self.dense]
+
+    def incremental(self) -> Update:
+        """What is sent and stored of it: an aligned basis travels only in the first Update that uses it. Others: as it is."""
+        if self.basis != "aligned":
+            return self
+        factors = {n: f if f.basis_index == self.index else replace(f, basis=None) for n, f in self.factors.items()}
+        return replace(self, factors=factors)
 
     def to_bytes(self, envelope: Mapping[str, Any] | None = None) -> bytes:
         """The wire form: header, integers, checksum; no pickle. Raises `UpdateError` for a basis that is not exact.
@@ -78,10 +89,17 @@ class Update:
         return wire.decode(data)
 
     def basis_block(self, name: str, columns: range, device: torch.device | str = "cpu") -> Tensor:
-        """The unscaled basis of a target: (r, len(columns)), integers in int8 (float32 for `gaussian`)."""
-        explicit = self.factors[name].basis
-        if explicit is not None:
-            return explicit[:, columns.start : columns.stop].to(device)
+        """The unscaled basis of a target: (r, len(columns)), integers in int8 (float32 for `gaussian`).
+
+        Raises `WrongBaseError` for an aligned one that travelled in an earlier Update."""
+        factor = self.factors[name]
+        if factor.basis is not None:
+            return factor.basis[:, columns.start : columns.stop].to(device)
+        if self.basis == "aligned":
+            raise WrongBaseError(
+                f"update {self.index} goes on with the basis of {name} that travelled in update {factor.basis_index}: apply it "
+                "to blocks that have kept it (logra.sync.Replica)"
+            )
         return bases.draw(self.basis, self.seed, name, self.basis_index, range(self.rank), columns, device)
 
 

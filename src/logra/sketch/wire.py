@@ -5,7 +5,8 @@
 All integers are little-endian. The header holds the Update's fields, an optional envelope (run, base, step: what
 `logra.sync.Packet` adds) and the target table. The payload holds for each factor, in the header's order: row exponents
 (d int8), q (d x r, int8 or int16), and the basis (r x k int8) where the header says it is explicit; then the float32 values
-of each dense parameter.
+of each dense parameter. A factor of an aligned Update says which Update was the first to use its basis ("basis_index"), and
+has it explicit at least there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from logra.errors import DamagedUpdateError, UpdateError
 from logra.sketch import quantize
+from logra.sketch.aligned import LARGEST
 from logra.sketch.basis import KINDS
 from logra.sketch.quantize import BITS, MAX_EXPONENT, MIN_EXPONENT, check_exact
 from logra.sketch.update import Factor, Update
@@ -57,7 +59,7 @@ def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
         fields = {name: _plain(getattr(update, name), kind) for name, kind in _FIELDS.items()}
         _check_fields(fields)
         for name, factor in update.factors.items():
-            _check_factor(name, factor, fields["rank"], fields["bits"])
+            _check_factor(name, factor, fields)
         for name, value in update.dense.items():
             _check_dense(name, value)
         if update.factors.keys() & update.dense.keys():
@@ -80,10 +82,13 @@ def encode(update: Update, envelope: Mapping[str, Any] | None = None) -> bytes:
 
 
 def _header(fields: dict[str, Any], update: Update, envelope: Mapping[str, Any] | None) -> bytes:
-    factors = [
+    factors: list[dict[str, Any]] = [
         {"name": f.name, "out": f.out_features, "in": f.in_features, "explicit": f.basis is not None}
         for f in update.factors.values()
     ]
+    if update.basis == "aligned":
+        for entry, factor in zip(factors, update.factors.values(), strict=True):
+            entry["basis_index"] = factor.basis_index
     dense = [{"name": name, "out": value.shape[0], "in": value.shape[1]} for name, value in update.dense.items()]
     header = fields | {"factors": factors, "dense": dense}
     if envelope is not None:
@@ -107,7 +112,7 @@ def decode_with_envelope(data: bytes) -> tuple[Update, dict[str, Any] | None]:
         _check_fields(fields)
         factors: dict[str, Factor] = {}
         for entry in _list(header, "factors"):
-            factor = _read_factor(reader, entry, fields["rank"], fields["bits"])
+            factor = _read_factor(reader, entry, fields)
             _add(factors, factor.name, factor)
         dense: dict[str, Tensor] = {}
         for entry in _list(header, "dense"):
@@ -198,11 +203,15 @@ def _check_fields(fields: dict[str, Any]) -> None:
         raise ValueError(f"the basis {fields['basis']!r:.40} is not known: use the same release on both sides")
     if not 0.0 <= fields["decay"] <= 1.0:
         raise ValueError(f"decay is {fields['decay']}, not between 0 and 1")
-    check_exact(fields["bits"], 1, fields["rank"])
+    is_aligned = fields["basis"] == "aligned"
+    if is_aligned and fields["basis_index"] != fields["index"]:
+        raise ValueError(f"basis_index is {fields['basis_index']}: an aligned Update has its own index there")
+    check_exact(fields["bits"], LARGEST if is_aligned else 1, fields["rank"])
 
 
-def _check_factor(key: str, factor: Factor, rank: int, bits: int) -> None:
-    """Names, shapes, dtypes and ranges of one factor; ValueError says what is wrong."""
+def _check_factor(key: str, factor: Factor, fields: Mapping[str, Any]) -> None:
+    """Names, shapes, dtypes and ranges of one factor; ValueError says what is wrong. fields: of its Update, checked."""
+    rank, bits = fields["rank"], fields["bits"]
     name, rows, columns = _table_entry({"name": factor.name, "out": factor.out_features, "in": factor.in_features})
     if key != name or factor.q.dtype != BITS[bits] or factor.exponent.dtype != torch.int8:
         raise ValueError(f"{name} is filed under {key!r:.40}, or has factors of another type than {bits} bits need")
@@ -215,7 +224,24 @@ def _check_factor(key: str, factor: Factor, rank: int, bits: int) -> None:
     if factor.basis is not None:
         if tuple(factor.basis.shape) != (rank, columns) or factor.basis.dtype != torch.int8:
             raise ValueError(f"{name} has a basis of another shape or type than int8 {(rank, columns)}")
-        check_exact(bits, 128, rank)
+        if fields["basis"] != "aligned":
+            check_exact(bits, 128, rank)
+    _check_basis_index(factor, fields)
+
+
+def _check_basis_index(factor: Factor, fields: Mapping[str, Any]) -> None:
+    """Only aligned factors have one, of this Update or an earlier one; a basis that is new here must be here."""
+    name, basis_index = factor.name, factor.basis_index
+    if fields["basis"] != "aligned":
+        if basis_index is not None:
+            raise ValueError(f"{name} has a basis_index, and the basis is {fields['basis']}")
+        return
+    if not isinstance(basis_index, int) or isinstance(basis_index, bool) or not 0 <= basis_index <= fields["index"]:
+        raise ValueError(f"{name} has basis_index {basis_index!r:.40}, not a number up to {fields['index']}")
+    if factor.basis is None and basis_index == fields["index"]:
+        raise ValueError(f"{name} lacks its basis, which no earlier Update has used")
+    if factor.basis is not None and int(factor.basis.min()) < -LARGEST:
+        raise ValueError(f"{name} has a basis beyond {LARGEST}")
 
 
 def _check_dense(name: str, value: Tensor) -> None:
@@ -251,16 +277,17 @@ def _table_entry(entry: Any) -> tuple[str, int, int]:
     return name, rows, columns
 
 
-def _read_factor(reader: _Reader, entry: Any, rank: int, bits: int) -> Factor:
+def _read_factor(reader: _Reader, entry: Any, fields: Mapping[str, Any]) -> Factor:
     name, rows, columns = _table_entry(entry)
+    rank, bits = fields["rank"], fields["bits"]
     exponent = reader.take((rows,), torch.int8)
     q = reader.take((rows, rank), BITS[bits])
     explicit = entry["explicit"]
     if not isinstance(explicit, bool):
         raise ValueError(f"{name} has explicit={explicit!r:.40}")
     basis = reader.take((rank, columns), torch.int8) if explicit else None
-    factor = Factor(name, rows, columns, q, exponent, basis)
-    _check_factor(name, factor, rank, bits)
+    factor = Factor(name, rows, columns, q, exponent, basis, entry.get("basis_index"))
+    _check_factor(name, factor, fields)
     return factor
 
 

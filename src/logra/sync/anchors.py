@@ -1,5 +1,8 @@
 """Anchors: the float32 values, at one version, of everything that can move; and safetensors files written as a stream.
 
+Where Updates are of aligned bases, an anchor holds those in force too (tensor "basis.NAME", int8), since Updates that go on with
+a basis leave it out; the file's metadata say which they are and which Update each travelled in.
+
 The safetensors library has no writer that takes one tensor at a time. An anchor of a 7B model has 28 GB: `encode_tensors`
 holds one matrix of it in memory. Files are read by the library, which validates them.
 """
@@ -20,8 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from logra.errors import DamagedUpdateError, UpdateError, WrongBaseError
+from logra.sketch.aligned import LARGEST
 from logra.sketch.block import Block
 
+BASIS = "basis."  # and the name of what it belongs to
+METADATA = "bases"
 _DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -74,11 +80,20 @@ class AnchorInfo:
 class Anchor:
     """An anchor at hand; a context manager. Tensors are read one at a time, and only the rows and columns asked for."""
 
-    def __init__(self, info: AnchorInfo, file: Any, cleanup: Callable[[], None] | None = None) -> None:
-        """file: what `safetensors.safe_open` gives, or a mapping of tensors. cleanup: called by `close`."""
+    def __init__(
+        self,
+        info: AnchorInfo,
+        file: Any,
+        cleanup: Callable[[], None] | None = None,
+        bases: Mapping[str, int] | None = None,
+    ) -> None:
+        """file: what `safetensors.safe_open` gives, or a mapping of tensors. cleanup: called by `close`.
+        bases: index of the first Update that used it, of each basis in the file. Raises `DamagedUpdateError`."""
         self.info = info
         self._file = file
         self._cleanup = cleanup
+        self._bases = dict(bases or {})
+        self._check_bases()
 
     @staticmethod
     def from_file(
@@ -89,18 +104,26 @@ class Anchor:
             with path.open("rb") as file:
                 check_hash(info, *hash_file(file))
         try:
-            return Anchor(info, safe_open(path, "pt"), cleanup)
+            file = safe_open(path, "pt")
+            return Anchor(info, file, cleanup, _read_metadata(info, file.metadata()))
         except SafetensorError as error:
-            raise DamagedUpdateError(f"anchor {info.version} is no safetensors file: {error}") from error
+            raise _unreadable(info, error) from error
 
     @staticmethod
     def from_bytes(info: AnchorInfo, data: bytes) -> Anchor:
         check_hash(info, hashlib.sha256(data).hexdigest(), len(data))
-        return Anchor(info, safetensors.torch.load(data))
+        try:
+            tensors = safetensors.torch.load(data)
+        except SafetensorError as error:
+            raise _unreadable(info, error) from error
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])  # `load` has checked it, and drops the metadata
+        return Anchor(info, tensors, bases=_read_metadata(info, header.get("__metadata__")))
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._file.keys())
+        """Everything that can move."""
+        return sorted(set(self._file.keys()) - {BASIS + name for name in self._bases})
 
     def shape(self, name: str) -> tuple[int, ...]:
         file = self._file
@@ -114,6 +137,31 @@ class Anchor:
             return self._file[name][row_slice, column_slice]
         return self._file.get_slice(name)[row_slice, column_slice]
 
+    def basis(self, name: str, columns: range | None = None) -> tuple[Tensor | None, int | None]:
+        """The aligned basis in force, int8 (rank, in) or some columns of it, and the index of the first Update that used it;
+        (None, None) if there is none. Raises `DamagedUpdateError` for values beyond 127."""
+        if name not in self._bases:
+            return None, None
+        basis = self.tensor(BASIS + name, None, columns).contiguous()
+        if basis.numel() and int(basis.min()) < -LARGEST:
+            raise DamagedUpdateError(f"anchor {self.info.version} has a basis of {name} beyond {LARGEST}")
+        return basis, self._bases[name]
+
+    def _check_bases(self) -> None:
+        names = set(self._file.keys())
+        for name, index in self._bases.items():
+            where = f"anchor {self.info.version} is malformed: the basis of {name}"
+            if name not in names or BASIS + name not in names:
+                raise DamagedUpdateError(f"{where}, or what it belongs to, is not there")
+            shape, dtype = self.shape(BASIS + name), self._dtype(BASIS + name)
+            if len(shape) != 2 or shape[1:] != self.shape(name)[1:] or dtype not in ("I8", torch.int8):
+                raise DamagedUpdateError(f"{where} is {dtype} {shape}, its matrix {self.shape(name)}")
+            if not 0 <= index <= self.info.version:
+                raise DamagedUpdateError(f"{where} is of update {index}, which is still to come")
+
+    def _dtype(self, name: str) -> Any:
+        return self._file[name].dtype if isinstance(self._file, dict) else self._file.get_slice(name).get_dtype()
+
     def close(self) -> None:
         self._file = {}
         if self._cleanup is not None:
@@ -125,6 +173,10 @@ class Anchor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _unreadable(info: AnchorInfo, error: SafetensorError) -> DamagedUpdateError:
+    return DamagedUpdateError(f"anchor {info.version} is no safetensors file: {error}")
 
 
 def check_hash(info: AnchorInfo, sha256: str, size: int) -> None:
@@ -149,15 +201,20 @@ def encode_tensors(
 ) -> tuple[str, int]:
     """Write a safetensors file; returns its sha256 (hex) and size in bytes.
 
-    tensors: tensors, or whole blocks whose masters are made one at a time. targets: the table [name, out, in] that they must
-    cover, in float32; raises `WrongBaseError` if they do not.
+    tensors: tensors, or whole blocks whose masters are made one at a time, and whose bases in force are kept. targets: the table
+    [name, out, in] that they must cover, in float32; raises `WrongBaseError` if they do not.
     """
     if sys.byteorder != "little":
         raise UpdateError("safetensors files are little-endian: this machine is not supported")
     if targets is not None:
         _check_cover(tensors, targets)
+    header: dict[str, Any] = {}
+    bases = {name: item for name, item in tensors.items() if isinstance(item, Block) and item.basis is not None}
+    if bases:
+        header["__metadata__"] = {METADATA: json.dumps({name: block.basis_index for name, block in bases.items()})}
+        tensors = _with_bases(tensors, bases)
     order = sorted(tensors, key=lambda name: (-_dtype(tensors[name]).itemsize, name))  # keeps every tensor aligned
-    header, offset = {}, 0
+    offset = 0
     for name in order:
         shape, dtype = _shape(tensors[name]), _dtype(tensors[name])
         if dtype not in _DTYPES:
@@ -174,6 +231,26 @@ def encode_tensors(
         value = item.master() if isinstance(item, Block) else item.detach()
         writer.write(memoryview(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return writer.digest.hexdigest(), writer.size
+
+
+def _with_bases(tensors: Mapping[str, Tensor | Block], bases: Mapping[str, Block]) -> dict[str, Tensor | Block]:
+    taken = sorted(BASIS + name for name in bases if BASIS + name in tensors)
+    if taken:
+        raise UpdateError(f"the name {taken[0]} is needed for a basis: rename that parameter")
+    return {**tensors, **{BASIS + name: block.basis for name, block in bases.items() if block.basis is not None}}
+
+
+def _read_metadata(info: AnchorInfo, metadata: Mapping[str, str] | None) -> dict[str, int]:
+    """Of each basis in the file, by the name of what it belongs to: the index of the first Update that used it."""
+    try:
+        bases = json.loads((metadata or {}).get(METADATA, "{}"))
+        if not isinstance(bases, dict) or not all(type(index) is int for index in bases.values()):
+            raise ValueError("it is no object of numbers")
+    except (ValueError, RecursionError) as error:
+        raise DamagedUpdateError(
+            f"anchor {info.version} says in a malformed way which bases it holds: {error}"
+        ) from error
+    return bases
 
 
 class _Writer:

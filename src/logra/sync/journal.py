@@ -309,7 +309,8 @@ class Journal:
     def write_anchor(self, version: int, masters: Mapping[str, Tensor | Block], digest: str) -> AnchorInfo:
         """Write an anchor of the newest version; it counts when this returns. The next Update begins a new segment.
 
-        masters: float32 tensors (out, in), or whole blocks, of everything in the target table. digest: of them.
+        masters: float32 tensors (out, in), or whole blocks, of everything in the target table; blocks where Updates are of
+        aligned bases, as they hold those in force. digest: of them.
         Raises `UpdateError` for a full disk: training can go on without it.
         """
         check_hex("digest", digest)

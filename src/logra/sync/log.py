@@ -108,7 +108,7 @@ class Log(Source, Protocol):
         ...
 
     def write_anchor(self, version: int, masters: Mapping[str, Tensor | Block], digest: str) -> AnchorInfo:
-        """Keep the float32 values, at `version`, of everything that can move."""
+        """Keep the float32 values, at `version`, of everything that can move, and the aligned bases in force (of blocks)."""
         ...
 
     def compact(self, version: int) -> int:

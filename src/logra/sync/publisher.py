@@ -41,10 +41,11 @@ class Publisher:
     def publish(self, update: Update, step: int, digest: str | None = None) -> Packet:
         """Append the next Update; when this returns it is kept.
 
-        step: the trainer's, from 1. digest: of everything that can move, after this Update: subscribers compare it.
+        An aligned basis travels only in the first Update that uses it (`Update.incremental`). step: the trainer's, from 1.
+        digest: of everything that can move, after this Update: subscribers compare it.
         Raises `UpdateError` (nothing was appended), or `SubscriberError` (it was appended, and a subscriber is in trouble).
         """
-        packet = Packet(update, self._run, self._base, step, digest, self.log.head)
+        packet = Packet(update.incremental(), self._run, self._base, step, digest, self.log.head)
         self.log.append(packet)
         for version in [v for v in self._digests if v > packet.index]:
             del self._digests[version]  # of a branch that was left

@@ -17,11 +17,12 @@ class ForkedError(UpdateOrderError):
 class Replica:
     """Blocks of a model, and how many Updates of which run they have seen.
 
-    Damage, gaps, replays, other branches, other runs, bases and models are refused before anything moves. If applying fails
+    Damage, gaps, replays, other branches, runs, base models and sketch bases are refused before anything moves. If applying fails
     midway, or leads to another digest than the trainer's, the weights are of no version: the replica is then poisoned, and
     every later use raises until an anchor is loaded over it.
 
-    blocks: everything that can move, by name; whole matrices, or one holder's shards of them.
+    blocks: everything that can move, by name; whole matrices, or one holder's shards of them. Those of a version above 0 hold
+    the aligned bases in force (from an anchor or a checkpoint), if Updates are of such.
     version, run, base, head: the place in history. base is computed from whole blocks at version 0 (and compared, if given);
     it must be given for shards and for later versions. run and head (the last packet's checksum) are learnt from the first
     packet if None. Not thread-safe.
@@ -138,7 +139,8 @@ class Replica:
             self._compare(packet.digest, f"update {packet.index}")
 
     def load_anchor(self, anchor: Anchor) -> None:
-        """Set everything to the values of an anchor, forwards or back; mends a poisoned replica. Checks the digest."""
+        """Set everything to the values of an anchor and hold its bases, forwards or back; mends a poisoned replica. Checks the
+        digest."""
         info = anchor.info
         if info.base != self._base or (self._run is not None and info.run != self._run):
             raise WrongBaseError(
@@ -151,9 +153,11 @@ class Replica:
             raise WrongBaseError(
                 f"anchor {info.version} is of another model: {len(odd)} names or shapes differ, {', '.join(odd[:3])} first"
             )
+        bases = {name: anchor.basis(name, block.columns) for name, block in self.blocks.items()}
         self._poison, self._digest = f"loading anchor {info.version} failed midway", None
         for name, block in self.blocks.items():
             block.load(anchor.tensor(name, block.rows, block.columns))
+            block.hold(*bases[name])
         self._poison = None
         self._version, self._run, self._head = info.version, info.run, info.head
         if self.whole:

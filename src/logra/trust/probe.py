@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from logra.errors import UserError
-from logra.sketch import basis as bases
+from logra.sketch.capture import Scale
 from logra.sketch.sketcher import Proposal, Sketcher
 
 Batch = Mapping[str, Tensor]
@@ -69,12 +69,13 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hooks(sketcher: Sketcher, make: Callable[[Tensor, Tensor], Any], proposal: Proposal) -> Iterator[None]:
-    """Hook every target with `make(basis (r, k) float32, factor (d, r) float32)`."""
+def _hooks(sketcher: Sketcher, make: Callable[[Tensor, Scale, Tensor], Any], proposal: Proposal) -> Iterator[None]:
+    """Hook every target with `make(unscaled basis (r, k), its scale, factor (d, r) float32)`."""
     handles = []
     try:
         for target in sketcher.targets:
-            hook = make(sketcher.basis_block(target.name), proposal.factor(target.name))
+            name = target.name
+            hook = make(sketcher.basis_block(name), sketcher.basis_scale(name), proposal.factor(name))
             handles.append(target.module.register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
@@ -82,10 +83,10 @@ def _hooks(sketcher: Sketcher, make: Callable[[Tensor, Tensor], Any], proposal: 
             handle.remove()
 
 
-def _low_rank(x: Tensor, basis_rk: Tensor, factor_dr: Tensor) -> Tensor:
+def _low_rank(x: Tensor, basis_rk: Tensor, scale: Scale, factor_dr: Tensor) -> Tensor:
     """(x A^T) U^T in float32."""
     with torch.autocast(x.device.type, enabled=False):
-        projected = functional.linear(x.float(), basis_rk.float()) * bases.scale(len(basis_rk))
+        projected = functional.linear(x.float(), basis_rk.float()) * scale
         return functional.linear(projected, factor_dr)
 
 
@@ -97,9 +98,9 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def branch(sketcher: Sketcher, proposal: Proposal, eps: float) -> Iterator[None]:
     """Within it the model computes with every target moved by eps times the proposal."""
 
-    def make(basis: Tensor, factor: Tensor) -> Any:
+    def make(basis: Tensor, scale: Scale, factor: Tensor) -> Any:
         def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            return output + (_low_rank(_input(args, kwargs), basis, factor) * eps).to(output.dtype)
+            return output + (_low_rank(_input(args, kwargs), basis, scale, factor) * eps).to(output.dtype)
 
         return hook
 
@@ -109,10 +110,10 @@ def branch(sketcher: Sketcher, proposal: Proposal, eps: float) -> Iterator[None]
 
 @contextlib.contextmanager
 def _tangents(sketcher: Sketcher, proposal: Proposal) -> Iterator[None]:
-    def make(basis: Tensor, factor: Tensor) -> Any:
+    def make(basis: Tensor, scale: Scale, factor: Tensor) -> Any:
         def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             x = forward_ad.unpack_dual(_input(args, kwargs)).primal
-            own = _low_rank(x, basis, factor).to(output.dtype)
+            own = _low_rank(x, basis, scale, factor).to(output.dtype)
             primal, tangent = forward_ad.unpack_dual(output)
             return forward_ad.make_dual(primal, own if tangent is None else tangent + own)
 

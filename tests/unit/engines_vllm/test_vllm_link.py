@@ -99,8 +99,10 @@ def make_blocks() -> dict[str, Block]:
 
 
 class Trainer:
-    def __init__(self) -> None:
-        self.blocks = make_blocks()
+    """basis: "random", or "aligned", which changes with every third Update."""
+
+    def __init__(self, basis: str = "random") -> None:
+        self.blocks, self.basis = make_blocks(), basis
         self.version = 0
 
     def digest(self) -> str:
@@ -111,16 +113,23 @@ class Trainer:
         factors = {}
         for name in self.blocks:
             q = torch.randint(-9, 10, (6, 2), dtype=torch.int8, generator=draw)
-            factors[name] = Factor(name, 6, 4, q, torch.full((6,), -8, dtype=torch.int8))
-        update = Update(self.version, "random", 0, 3, 2, 8, factors)
+            factors[name] = Factor(name, 6, 4, q, torch.full((6,), -8, dtype=torch.int8), *self._basis_of(name))
+        update = Update(self.version, self.basis, self.version, 3, 2, 8, factors)
         apply_blocks(self.blocks, update)
         self.version += 1
         return update
 
+    def _basis_of(self, name: str) -> tuple[torch.Tensor | None, int | None]:
+        if self.basis == "random":
+            return None, None
+        first = self.version // 3 * 3
+        draw = torch.Generator().manual_seed(100 + 10 * first + ord(name))
+        return torch.randint(-99, 100, (2, 4), dtype=torch.int8, generator=draw), first
 
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
+
+@pytest.fixture(params=["random", "aligned"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    return Trainer(request.param)
 
 
 _OPEN: list[Link] = []
@@ -177,6 +186,50 @@ def test_a_resumed_trainer_must_anchor_first(trainer: Trainer) -> None:
     link.check()
     link.publish(4, trainer.step())
     assert link.worker_digest() == trainer.digest() and link.version == 4
+
+
+def test_bases_travel_once_and_with_every_anchor() -> None:
+    trainer, workers = Trainer("aligned"), Workers(make_blocks)
+    link = begun(trainer, workers)
+    for version in range(1, 6):
+        link.publish(version, trainer.step())
+    explicit = [Packet.from_bytes(info["data"]).update.factors["a"].basis is not None for info in workers.infos]
+    assert explicit == [True, False, False, True, False]
+    trainer.step()
+    link.publish(6, None)  # an Update was lost; the next one brings its basis, and those after it do not
+    for version in (7, 8):
+        link.publish(version, trainer.step())
+    link.publish(9, None)
+    link.publish(10, _at(trainer, 9))
+    trainer.step()
+    link.publish(11, None)
+    update = trainer.step()
+    assert update.incremental().factors["a"].basis is None
+    link.publish(12, update)
+    assert link.worker_digest() == trainer.digest()
+
+
+def test_without_the_bases_an_update_is_refused_and_an_anchor_of_blocks_mends_it() -> None:
+    trainer, workers = Trainer("aligned"), Workers(make_blocks)
+    base = trainer.digest()
+    trainer.step()
+    link = begun(trainer, workers, base=base)
+    masters = link.masters
+    link.masters = lambda: {name: block.master() for name, block in trainer.blocks.items()}  # values alone
+    link.publish(1, None)
+    before = [digest_blocks(replica.blocks) for replica in workers.replicas]
+    with pytest.raises(
+        TransferError, match="goes on with the basis of a that travelled in update 0, and here none is held"
+    ):
+        link.publish(2, trainer.step())
+    assert [digest_blocks(replica.blocks) for replica in workers.replicas] == before
+    with pytest.raises(UpdateOrderError, match="cannot sample"):
+        link.check()
+    link.masters = masters
+    link.publish(2, None)
+    link.publish(3, trainer.step())
+    link.check()
+    assert link.worker_digest() == trainer.digest()
 
 
 def test_an_anchor_is_loaded_only_where_it_is_needed(trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from logra.integrations.vllm_weights import Place, fits, locate
 from logra.rl.engines.vllm_link import combine_parts
-from logra.sketch.block import Block, digest_blocks
+from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.split import split
 from logra.sketch.update import Factor, Update
 
@@ -129,29 +129,55 @@ def parts(blocks: dict[str, Block]) -> list[list]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_take_an_update_as_the_whole_does(ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("basis", ["random", "aligned"])
+def test_shards_take_an_update_as_the_whole_does(ranks: int, dtype: torch.dtype, basis: str) -> None:
     values = checkpoint()
     whole = {name: Block(name, logical(value).clone()) for name, value in values.items()}
     workers = [blocks_of_rank(values, rank, ranks, dtype) for rank in range(ranks)]
     assert combine_parts([p for blocks in workers for p in parts(blocks)]) == digest_blocks(whole)
 
-    draw = torch.Generator().manual_seed(1)
-    factors = {}
-    for name in whole.keys() - {"layer.norm.weight", "embed.weight"}:
-        rows, columns = whole[name].shape
-        q = torch.randint(-90, 91, (rows, 3), dtype=torch.int8, generator=draw)
-        factors[name] = Factor(name, rows, columns, q, torch.full((rows,), -18, dtype=torch.int8))
-    dense = {n: torch.randn(whole[n].shape, generator=draw) for n in ("layer.norm.weight", "embed.weight")}
-    update = Update(0, "random", 0, 5, 3, 8, factors, decay=1e-3, dense=dense)
-    for blocks in (whole, *workers):
-        for block in blocks.values():
-            block.apply(update)
+    for index in range(3):
+        update = make_update(whole, index, basis).incremental()
+        for blocks in (whole, *workers):
+            apply_blocks(blocks, update)
     assert combine_parts([p for blocks in workers for p in parts(blocks)]) == digest_blocks(whole)
     if dtype == torch.bfloat16:
         for blocks in workers:
             for name, block in blocks.items():
                 rows, columns = slice(block.rows.start, block.rows.stop), slice(block.columns.start, block.columns.stop)
                 assert torch.equal(block.value, split(whole[name].value[rows, columns].contiguous())[0])
+
+
+def make_update(whole: dict[str, Block], index: int, basis: str) -> Update:
+    """Aligned: new bases in Updates 0 and 2; Update 1 goes on with those of 0."""
+    draw, factors = torch.Generator().manual_seed(index), {}
+    for name in sorted(whole.keys() - {"layer.norm.weight", "embed.weight"}):
+        rows, columns = whole[name].shape
+        q = torch.randint(-90, 91, (rows, 3), dtype=torch.int8, generator=draw)
+        first = index // 2 * 2
+        again = torch.Generator().manual_seed(1000 * first + len(factors))
+        bases = torch.randint(-127, 128, (3, columns), generator=again).to(torch.int8), first
+        factors[name] = Factor(
+            name, rows, columns, q, torch.full((rows,), -18 if basis == "random" else -25, dtype=torch.int8),
+            *(bases if basis == "aligned" else (None, None)),
+        )  # fmt: skip
+    dense = {n: torch.randn(whole[n].shape, generator=draw) for n in ("layer.norm.weight", "embed.weight")}
+    return Update(index, basis, index, 5, 3, 8, factors, decay=1e-3, dense=dense)
+
+
+def test_each_name_of_a_fused_parameter_holds_the_columns_of_its_basis() -> None:
+    values = checkpoint()
+    whole = {name: Block(name, logical(value).clone()) for name, value in values.items()}
+    workers = [blocks_of_rank(values, rank, 2, torch.bfloat16) for rank in range(2)]
+    update = make_update(whole, 0, "aligned")
+    for blocks in workers:
+        apply_blocks(blocks, update)
+        for name, factor in update.factors.items():
+            block = blocks[name]
+            assert block.basis is not None and block.basis_index == 0
+            assert torch.equal(block.basis, factor.basis[:, block.columns.start : block.columns.stop])
+    assert len(workers[1]["layer.o_proj.weight"].columns) == whole["layer.o_proj.weight"].shape[1] // 2
+    assert workers[0]["layer.norm.weight"].basis is None
 
 
 def test_views_share_the_fused_parameter() -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from logra.errors import DamagedUpdateError, UpdateError, UpdateOrderError, UserError, WrongBaseError
 from logra.sync import Journal, NotYetError, Packet, Replica, bring_to, segments
-from sync_kit import RUN, TARGETS, Trainer, base_digest, digest_at, make_blocks, make_update, new_journal
+from sync_kit import RUN, TARGETS, Trainer, base_digest, both_bases, digest_at, make_blocks, make_update, new_journal
+
+basis = both_bases()
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def digest_of(folder: Path, version: int | None = None) -> str:
         return replica.digest()
 
 
+@pytest.mark.usefixtures("basis")
 def test_the_policy_at_any_version(folder):
     filled(folder)
     for version in range(6):
@@ -51,6 +54,7 @@ def test_the_policy_at_any_version(folder):
         digest_of(folder, 6)
 
 
+@pytest.mark.usefixtures("basis")
 def test_a_journal_goes_on_after_reopening(folder):
     filled(folder, 3)
     with Journal.open(folder, write=True) as journal:
@@ -325,6 +329,7 @@ def test_a_file_that_grew_behind_our_back_is_noticed(folder):
 # --- readers beside the writer
 
 
+@pytest.mark.usefixtures("basis")
 def test_a_reader_sees_what_the_writer_does(folder):
     with new_journal(folder, segment_bytes=1500) as journal, Journal.open(folder) as reader:
         trainer = Trainer(journal)
@@ -372,6 +377,7 @@ def test_steps_lead_to_versions(folder):
         assert [journal.version_at(step) for step in range(9)] == [0, 0, 1, 2, 2, 2, 2, 3, 3]
 
 
+@pytest.mark.usefixtures("basis")
 def test_a_journal_may_begin_at_a_later_version(folder):
     """A run that was trained without a journal and goes on with one."""
     with Journal.create(folder, run=RUN, base=digest_at(4), targets=TARGETS, origin=4, origin_step=9) as journal:
@@ -397,6 +403,7 @@ def test_a_journal_may_begin_at_a_later_version(folder):
         assert bring_to(journal, replica) == 6 and replica.digest() == digest_at(6)
 
 
+@pytest.mark.usefixtures("basis")
 def test_truncate_drops_what_follows_with_its_anchors(folder):
     with new_journal(folder, segment_bytes=1500) as journal:
         trainer = Trainer(journal)
@@ -419,6 +426,7 @@ def test_truncate_drops_what_follows_with_its_anchors(folder):
     assert digest_of(folder) == digest_at(7)
 
 
+@pytest.mark.usefixtures("basis")
 def test_compaction_needs_an_anchor_and_keeps_the_rest(folder):
     with new_journal(folder) as journal:
         trainer = Trainer(journal)
@@ -440,6 +448,7 @@ def test_compaction_needs_an_anchor_and_keeps_the_rest(folder):
             digest_of(folder, 5)
 
 
+@pytest.mark.usefixtures("basis")
 def test_compaction_of_everything_goes_on(folder):
     with new_journal(folder) as journal:
         trainer = Trainer(journal)
@@ -454,6 +463,7 @@ def test_compaction_of_everything_goes_on(folder):
     assert digest_of(folder) == digest_at(5)
 
 
+@pytest.mark.usefixtures("basis")
 def test_a_compaction_that_was_cut_off_is_finished(folder, monkeypatch):
     with new_journal(folder) as journal:
         trainer = Trainer(journal)
@@ -474,6 +484,7 @@ def test_a_compaction_that_was_cut_off_is_finished(folder, monkeypatch):
         assert (journal.first, journal.next) == (3, 4) and len(list(folder.glob("segment_*"))) == 1
 
 
+@pytest.mark.usefixtures("basis")
 def test_damaged_anchors_are_refused_and_passed_over(folder, caplog):
     with new_journal(folder) as journal:
         trainer = Trainer(journal)
@@ -524,6 +535,7 @@ def test_anchors_cover_the_target_table_exactly(folder):
         assert replica.version == 0 and replica.digest() == base_digest()
 
 
+@pytest.mark.usefixtures("basis")
 def test_an_anchor_on_a_full_disk_does_not_count(folder, monkeypatch):
     with new_journal(folder) as journal:
         trainer = Trainer(journal)

@@ -7,7 +7,21 @@ from logra.errors import DamagedUpdateError, UpdateError, UpdateOrderError, Wron
 from logra.sketch.block import Block, digest_blocks
 from logra.sketch.digest import add_sums, combine
 from logra.sync import ForkedError, Packet, Replica, bring_to
-from sync_kit import DENSE, RUN, SHAPES, Trainer, base_digest, digest_at, make_blocks, make_update, new_memory
+from sync_kit import (
+    DENSE,
+    RUN,
+    SHAPES,
+    Trainer,
+    base_digest,
+    both_bases,
+    digest_at,
+    make_blocks,
+    make_update,
+    new_memory,
+)
+
+basis = both_bases()
+pytestmark = pytest.mark.usefixtures("basis")
 
 
 def packets(count: int, salt: int = 0) -> list[bytes]:

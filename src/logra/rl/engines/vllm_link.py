@@ -66,7 +66,8 @@ class Link:
     """Keeps vLLM's workers at the trainer's version, and knows when they are not.
 
     run: hex id of the run. masters: everything that can move, by unfused name, logical (out, in) float32; `Block`s are best, as
-    they are read one at a time. digest: of the same, now. transposed: names that the checkpoint stores in x out (Conv1D).
+    they are read one at a time, and needed where Updates are of aligned bases, as they hold those in force. digest: of the same,
+    now. transposed: names that the checkpoint stores in x out (Conv1D).
     base: the digest at version 0; None takes `digest()`, right only where the trainer is at version 0.
     residual, loading: see `logra.integrations.vllm_worker`. folder: where messages above `inline_bytes` are handed over; the
     workers must see it under the same path. None: a temporary one (in process), or everything inline (JSON).
@@ -206,7 +207,7 @@ class Link:
             )
         if isinstance(update, Update):
             digest = self.digest() if self.digest_every and version % self.digest_every == 0 else None
-            update = Packet(update, self.run, self.base, update.index + 1, digest, self._head)
+            update = Packet(update.incremental(), self.run, self.base, update.index + 1, digest, self._head)
         if not isinstance(update, Packet):
             raise UpdateError(f"the vLLM engine publishes Updates and packets, not {type(update).__name__}")
         if update.version != version:
