@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from logra.errors import DamagedUpdateError, UpdateError, WrongBaseError
-from logra.sketch.block import Block, apply_blocks, apply_update, digest_blocks
+from logra.rl.tiny import tiny_model
+from logra.sketch.block import Block, apply_blocks, apply_update, blocks_of, digest_blocks
 from logra.sketch.digest import add_sums, combine
 from logra.sketch.quantize import BITS, largest
+from logra.sketch.sketcher import attach
 from logra.sketch.split import split
 from logra.sketch.update import Factor, Update
 
@@ -300,3 +302,30 @@ def test_random_updates_have_the_bytes_they_always_had(explicit, bits, checksum)
     update = Update(7, "random", 7, 42, 3, bits, {"w": factor}, 0.25, {"b": torch.arange(5.0)[:, None]})
     assert update.to_bytes({"run": "ab"})[-16:].hex() == checksum
     assert update.incremental() is update
+
+
+# -- the real sketcher ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("weights", ["fp32", "split"])
+def test_what_a_sketcher_makes_goes_on_from_any_of_its_states(arch, weights, ids):
+    """One holder follows from the start, one begins at each version with the sketcher's own blocks (an anchor, a checkpoint)."""
+    model, follower = tiny_model(arch), blocks_of(tiny_model(arch), attach(tiny_model(arch), rank=8).names)
+    sketcher = attach(model, rank=8, basis="aligned", refresh_every=3, weights=weights, weight_decay=0.1)
+    left_out = 0
+    for index in range(8):
+        late = {n: Block(n, b.master(), basis=b.basis, basis_index=b.basis_index) for n, b in sketcher.blocks().items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=weights == "split"):
+            loss = model(input_ids=ids.roll(index, 1)).logits.float().square().mean()
+        loss.backward()
+        update = sketcher.apply(sketcher.propose(1e-2))
+        alone = Update.from_bytes(update.to_bytes())
+        assert all(factor.basis is not None for factor in alone.factors.values())
+        sent = Update.from_bytes(update.incremental().to_bytes())
+        left_out += sum(factor.basis is None for factor in sent.factors.values())
+        assert (index > 0) or not left_out
+        for blocks in (follower, late):
+            apply_blocks(blocks, sent)
+            assert digest_blocks(blocks) == sketcher.digest()
+    assert left_out > 3 * len(sketcher.names)
