@@ -7,6 +7,8 @@ A few batches are sampled by the recipe on two-digit sums. The first `--past` of
 would (every target in the first two, then each in its turn), and through an exact decomposition of the same data. Then the
 true gradient G of a later batch, which no basis has seen, is compared with its reconstruction: cos(G, G A^T A), over all
 targets, by projection and rank. `best` is the truncated SVD of that very G, `exact` the principal directions of the past.
+`*_felt` is the same cosine as the layer's outputs feel it, in the metric of its inputs, <U, V> = tr(U X^T X V^T): what a
+step of G A^T A changes on real inputs, against what a step of G would change.
 The policy moves between batches by AdamW on the targets (--lr), as it would in training.
 """
 
@@ -130,10 +132,13 @@ class Trackers:
             for rank in options.ranks
         }
         self.covariances = {name: torch.zeros(k, k) for name, k in columns.items()}
+        self.inputs = {name: torch.zeros(k, k) for name, k in columns.items()}  # X^T X of tokens with a gradient
 
     def take(self, name: str, x_Nk: Tensor, h_Nd: Tensor) -> None:
         weighted = x_Nk * torch.linalg.vector_norm(h_Nd, dim=1, keepdim=True)
         self.covariances[name].addmm_(weighted.t(), x_Nk)
+        seen = x_Nk[h_Nd.any(1)]
+        self.inputs[name].addmm_(seen.t(), seen)
         for bases in self.bases.values():
             observer = bases.observer(name, self.index)
             if observer is not None:
@@ -150,6 +155,14 @@ def cosine(gradient_dk: Tensor, basis_rk: Tensor) -> float:
     sketch = gradient_dk @ basis_rk.t()
     image = sketch @ basis_rk
     return float(torch.sum(image * gradient_dk) / (image.norm() * gradient_dk.norm()))
+
+
+def felt(gradient_dk: Tensor, basis_rk: Tensor, second_moment_kk: Tensor) -> float:
+    """The cosine of G and G A^T A in the metric of the inputs: of the changes X G^T and X (G A^T A)^T of the outputs."""
+    image = (gradient_dk @ basis_rk.t()) @ basis_rk
+    moved, moved_image = gradient_dk @ second_moment_kk, image @ second_moment_kk
+    norms = torch.sum(moved * gradient_dk) * torch.sum(moved_image * image)
+    return float(torch.sum(moved * image) / norms.sqrt())
 
 
 def compare(batches: Batches, options: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
@@ -174,18 +187,22 @@ def compare(batches: Batches, options: argparse.Namespace) -> tuple[Rows, dict[s
 def _rows_of(target: Target, gradient: Tensor, trackers: Trackers, seed: int, number: int) -> Rows:
     _, directions = torch.linalg.eigh(trackers.covariances[target.name].double())
     squares = torch.linalg.eigvalsh(_smaller_gram(gradient)).clamp(min=0.0).flip(0)
+    inputs = trackers.inputs[target.name]
     rows = []
     for rank, bases in trackers.bases.items():
         signs = drawn.draw("random", seed, target.name, number, range(rank), range(target.in_features)).float()
+        random, aligned = signs * drawn.scale(rank), bases.basis(target.name)
         rows.append(
             {
                 "target": target.name,
                 "projection": target.name.removesuffix(".weight").rpartition(".")[2],
                 "rank": rank,
-                "random": cosine(gradient, signs * drawn.scale(rank)),
-                "aligned": cosine(gradient, bases.basis(target.name)),
+                "random": cosine(gradient, random),
+                "aligned": cosine(gradient, aligned),
                 "exact": cosine(gradient, directions[:, -rank:].t().float()),
                 "best": float((squares[:rank].sum() / squares.sum()).sqrt()),
+                "random_felt": felt(gradient, random, inputs),
+                "aligned_felt": felt(gradient, aligned, inputs),
             }
         )
     return rows

@@ -12,219 +12,30 @@ killed process loses the run it was doing and no claim. Arms and tasks: benchmar
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
 import logging
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import quality_runs
+from quality_runs import LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
+from quality_tasks import ARMS, TASKS, TRIALS, TUNING_SEED
+from record import RECORDS, begin_record, finish_record
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
-from quality_tasks import ARMS, TASKS, TRIALS, TUNING_SEED, materialise, split_rows  # noqa: E402
-from record import RECORDS, begin_record, finish_record, provenance  # noqa: E402
-from rich.box import SIMPLE  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from logra import config as cfg  # noqa: E402
-from logra.build import build_run  # noqa: E402
-from logra.cli.allocator import keep_freed_memory  # noqa: E402
-from logra.errors import ConfigError, MismatchError, NonFiniteError  # noqa: E402
-from logra.files import FileLock, write_atomic  # noqa: E402
-from logra.rl.run_dir import read_metrics  # noqa: E402
+from logra.cli.allocator import keep_freed_memory
+from logra.errors import ConfigError
+from logra.files import write_atomic
 
 STORE = RECORDS / "quality_runs"  # below the records, so that finished runs do not make the tree dirty
-TRUST = {"enabled": True, "budget": "cosine", "start": 4e-2, "final": 2e-3, "probe_rollouts": 8}
-LAST = 10  # updates whose mean training reward ranks the trials
 POLL_S = 2.0
-CURVES = {"reward": "reward", "entropy": "entropy", "step_s": "step_time", "grad_norm": "grad_norm"}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One training run. Two specs with the same `key` are the same run."""
-
-    task: str
-    arm: str
-    lr: float
-    seed: int
-    updates: int
-    trust: bool
-
-    @property
-    def key(self) -> str:
-        """Hex digest of everything that shapes the run: the task's rows and settings, the arm's, and the spec's own."""
-        task = {k: v for k, v in TASKS[self.task].items() if k not in ("lr", "updates")}
-        whole = {
-            "task": task, "rows": rows_digest(task["rows"], task["held_out"]), "method": ARMS[self.arm], "lr": self.lr,
-            "seed": self.seed, "updates": self.updates, "trust": TRUST if self.uses_trust else None,
-        }  # fmt: skip
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def uses_trust(self) -> bool:
-        return self.trust and ARMS[self.arm]["name"] == "logra"
-
-    def path(self, store: Path) -> Path:
-        return store / self.task / f"{self.arm}_lr{self.lr:g}_seed{self.seed}_{self.key}.json"
-
-    def config(self, folder: Path, threads: int) -> cfg.Config:
-        """The run's configuration, with its files in `folder`."""
-        task = TASKS[self.task]
-        sections: dict[str, Any] = {
-            "output_dir": str(folder / "run"), "seed": self.seed, "threads": threads,
-            "method": {**ARMS[self.arm], "lr": self.lr},
-            "trust": {**TRUST, "steps": self.updates} if self.uses_trust else {"enabled": False},
-            "checkpoint": {"every": 0}, "journal": {"enabled": False}, "log": {"completions": False},
-        }  # fmt: skip
-        for section, values in (*task["config"].items(), *materialise(task, folder).items()):
-            sections[section] = {**sections.get(section, {}), **values}
-        sections["train"]["steps"] = self.updates
-        sections["eval"] |= {"before": self.is_first_trial, "temperature": 0.0}
-        return cfg.make_config(sections)
-
-    @property
-    def is_first_trial(self) -> bool:
-        """Whether this is the run that also evaluates the starting policy, which all arms share."""
-        return self.arm == "dense" and self.seed == TUNING_SEED and self.lr == trial_lr(self.task, self.arm, 0.0)
-
-
-@functools.cache
-def rows_digest(kind: str, held_out: int) -> str:
-    """Hex digest of the training and the held-out rows."""
-    return hashlib.sha256(json.dumps(split_rows(kind, held_out)).encode()).hexdigest()
-
-
-# -- which runs ----------------------------------------------------------------------------------------------------------------
-
-
-def trial_lr(task: str, arm: str, exponent: float) -> float:
-    return float(f"{TASKS[task]['lr'][arm] * 2**exponent:.3g}")
-
-
-def next_lr(scores: Mapping[float, float]) -> list[float]:
-    """The exponents (lr = centre * 2^exponent) to try next, given the score of each that was tried.
-
-    First -1, 0 and 1, which may run at once. Then one at a time: one further where the best is at an end, else half a step from
-    the best, towards its better neighbour. All arms get `TRIALS` of them, whatever the centre was.
-    """
-    first = [e for e in (0.0, -1.0, 1.0) if e not in scores]
-    if first:
-        return first
-    tried = sorted(scores)
-    best = max(tried, key=lambda e: (scores[e], -e))
-    place = tried.index(best)
-    if place in (0, len(tried) - 1):
-        return [best - 1 if place == 0 else best + 1]
-    neighbour = max(tried[place - 1], tried[place + 1], key=lambda e: (scores[e], -e))
-    return [(best + neighbour) / 2]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Where the tuning of one arm stands. scores: lr -> mean training reward of the last updates. wanted: runs still to do."""
-
-    scores: dict[float, float]
-    best: float | None
-    wanted: list[Spec]
-
-
-def choose(task: str, arm: str, options: argparse.Namespace) -> Choice:
-    """Replays the tuning of an arm from the store."""
-    by_exponent: dict[float, float] = {}
-    scores: dict[float, float] = {}
-    while len(by_exponent) < TRIALS:
-        ahead = next_lr(by_exponent)[: TRIALS - len(by_exponent)]
-        specs = [Spec(task, arm, trial_lr(task, arm, e), TUNING_SEED, options.updates, options.trust) for e in ahead]
-        wanted = [s for s in specs if not s.path(options.store).exists()]
-        found = {e: score(load(s, options.store)) for e, s in zip(ahead, specs, strict=True) if s not in wanted}
-        by_exponent |= found
-        scores |= {trial_lr(task, arm, e): value for e, value in found.items()}
-        if wanted:
-            return Choice(scores, None, wanted)
-    best = max(scores, key=lambda lr: (scores[lr], -lr))
-    finals = [Spec(task, arm, best, seed, options.updates, options.trust) for seed in seeds(options)]
-    return Choice(scores, best, [s for s in finals if not s.path(options.store).exists()])
-
-
-def seeds(options: argparse.Namespace) -> range:
-    return range(TUNING_SEED + 1, TUNING_SEED + 1 + options.seeds)
-
-
-def load(spec: Spec, store: Path) -> dict[str, Any]:
-    return json.loads(spec.path(store).read_text())
-
-
-def score(run: Mapping[str, Any]) -> float:
-    """Mean training reward of the last updates; a failed run is below any other."""
-    return statistics.fmean(run["curves"]["reward"][-LAST:]) if "curves" in run else -1e9
-
-
-# -- doing them ----------------------------------------------------------------------------------------------------------------
-
-
-def execute(spec: Spec, threads: int) -> dict[str, Any]:
-    """Train and evaluate. A run that diverges is a result too: `failed` says how."""
-    started = time.perf_counter()
-    made_by = {k: v for k, v in provenance().items() if k != "command"}
-    own = {k: getattr(spec, k) for k in ("task", "arm", "lr", "seed", "updates", "trust")}
-    result: dict[str, Any] = {"key": spec.key, **own, "method": ARMS[spec.arm], "threads": threads, **made_by}
-    with tempfile.TemporaryDirectory(prefix="quality-") as folder:
-        run = build_run(spec.config(Path(folder), threads))
-        try:
-            run.trainer.fit()
-        except (MismatchError, NonFiniteError) as error:
-            result["failed"] = f"{type(error).__name__} in update {run.trainer.step + 1}"
-        finally:
-            run.close()
-        metrics = read_metrics(run.folder.metrics) if run.folder.metrics.exists() else []
-    if "failed" not in result:
-        result |= summarise_metrics(metrics)
-    return result | {"wall_s": round(time.perf_counter() - started, 1)}
-
-
-def summarise_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Curves over updates, and held-out results by step."""
-    steps = [m for m in metrics if "reward" in m]
-    curves = {name: [_short(m.get(key, 0.0)) for m in steps] for name, key in CURVES.items()}
-    held_out = {
-        str(m["step"]): {"pass@1": m["eval/pass@1"], "score": _short(m["eval/avg@1"])}
-        for m in metrics
-        if "eval/pass@1" in m
-    }
-    return {"curves": curves, "held_out": held_out, "skipped": steps[-1]["skipped_steps"]}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-@contextmanager
-def claimed(spec: Spec, store: Path) -> Iterator[bool]:
-    """Whether this process has the run for itself. The claim is a lock of the operating system: it ends with its process."""
-    folder = store / ".claims"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".gitignore").write_text("*\n")
-    lock = FileLock(folder / spec.key)
-    try:
-        lock.acquire()
-    except BlockingIOError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def work(options: argparse.Namespace, console: Console) -> None:
@@ -242,16 +53,12 @@ def attempt(spec: Spec, options: argparse.Namespace, console: Console) -> bool:
         path = spec.path(options.store)
         if path.exists():
             return True
-        result = execute(spec, options.threads)
+        result = quality_runs.execute(spec, options.threads)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (json.dumps(result) + "\n").encode())
     end = result.get("failed") or f"reward {score(result):.3f}, pass@1 {final(result)['pass@1']:.3f}"
     console.print(f"{spec.task} {spec.arm} lr {spec.lr:g} seed {spec.seed}: {end}, {result['wall_s']:.0f} s")
     return True
-
-
-def final(run: Mapping[str, Any]) -> dict[str, float]:
-    return run["held_out"][str(run["updates"])]
 
 
 def spawn(arguments: Sequence[str], jobs: int) -> int:
@@ -278,7 +85,7 @@ def summarise(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         missing += [f"{s.arm} lr {s.lr:g} seed {s.seed}" for s in choice.wanted]
         if choice.best is None:
             missing.append(f"{arm}: further trials, then {options.seeds} seeds")
-        trials = {f"{lr:g}": _short(value) for lr, value in sorted(choice.scores.items())}
+        trials = {f"{lr:g}": short(value) for lr, value in sorted(choice.scores.items())}
         arms[arm] = {"method": ARMS[arm], "trials": trials, "best_lr": choice.best}
         if choice.best is not None:
             arms[arm] |= of_seeds(options, arm, choice.best)
@@ -301,6 +108,7 @@ def of_seeds(options: argparse.Namespace, arm: str, lr: float) -> dict[str, Any]
         found["pass@1"] = spread([final(run)["pass@1"] for run in good])
         found["held_out_score"] = spread([final(run)["score"] for run in good])
         found["reward"] = spread([score(run) for run in good])
+        found["whole_curve"] = spread([statistics.fmean(run["curves"]["reward"]) for run in good])
     return found
 
 
@@ -321,7 +129,17 @@ def starting_policy(options: argparse.Namespace) -> dict[str, float] | None:
 def show(arms: Mapping[str, Any], before: Mapping[str, float] | None, options: argparse.Namespace) -> Table:
     start = f"; before training pass@1 {before['pass@1']:.3f}" if before else ""
     title = f"{options.task}: {options.updates} updates, {options.seeds} seeds{start}"
-    heads = ("arm", "lr", "trials", "held-out pass@1", "min..max", "std", f"reward, last {LAST}", "failed")
+    heads = (
+        "arm",
+        "lr",
+        "trials",
+        "held-out pass@1",
+        "min..max",
+        "std",
+        f"reward, last {LAST}",
+        "reward, all",
+        "failed",
+    )
     table = Table(*heads, title=title, box=SIMPLE, pad_edge=False)
     for arm, found in arms.items():
         trials = " ".join(
@@ -331,9 +149,10 @@ def show(arms: Mapping[str, Any], before: Mapping[str, float] | None, options: a
         mark = " (end)" if found.get("best_is_at_an_end") else ""
         cells = [arm, f"{best:g}{mark}" if best else "", trials]
         if "pass@1" in found:
-            passed, reward = found["pass@1"], found["reward"]
+            passed, rewards = found["pass@1"], (found["reward"], found["whole_curve"])
             cells += [f"{passed['mean']:.3f}", f"{passed['min']:.3f}..{passed['max']:.3f}", f"{passed['std']:.3f}"]
-            cells += [f"{reward['mean']:.3f} +- {reward['std']:.3f}", str(found["failed"] or "")]
+            cells += [f"{reward['mean']:.3f} +- {reward['std']:.3f}" for reward in rewards]
+            cells.append(str(found["failed"] or ""))
         table.add_row(*cells)
     return table
 

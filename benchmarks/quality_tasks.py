@@ -21,35 +21,38 @@ ARMS: dict[str, dict[str, Any]] = {
     "random-16": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 16},
     "random-64": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 64},
     "random-256": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 256},
-    "aligned-8": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 8},
-    "aligned-16": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 16},
-    "aligned-64": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 64},
+    "aligned-8": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 8},
+    "aligned-16": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 16},
+    "aligned-64": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 64},
+    "aligned-16-adam": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 16},
 }
-TRIALS = 4  # lrs tried per arm; the first three are the centre, its half and its double
+TRIALS = 3  # lrs tried per arm; the first three are the centre, its half and its double
 TUNING_SEED = 0  # of the trials, which use no other; the seeds that are reported start at 1
 
 TASKS: dict[str, dict[str, Any]] = {
     # A random two-layer model (hidden 256) learns to answer two characters with the code of the second: a table of 32
     # entries, rewarded by the share of equal bits, so that every sample tells something and no constant reply does well.
     "tiny": {
-        "updates": 100,
+        "updates": 40,
         "rows": "code",
         "held_out": 256,
         "model": {"hidden": 256, "spread": 0.07, "seed": 0},
         "reward": {"function": "quality_tasks.py:equal_bits", "name": "equal_bits"},
         "config": {
-            "rollout": {"prompts_per_step": 32, "rollouts_per_prompt": 8, "max_new_tokens": 1},
+            "rollout": {"prompts_per_step": 96, "rollouts_per_prompt": 8, "max_new_tokens": 1},
             "algorithm": {"advantage": "dr_grpo"},
-            "train": {"microbatch_size": 256},
+            "train": {"microbatch_size": 384},
         },
         "lr": {
-            "dense": 1e-3, "lora-16": 2e-3, "random-16": 1e-3, "random-64": 1e-3, "random-256": 1e-3,
-            "aligned-8": 1e-3, "aligned-16": 1e-3, "aligned-64": 1e-3,
+            "dense": 1e-3, "lora-16": 4e-3, "random-16": 2e-3, "random-64": 1.5e-3, "random-256": 1e-3,
+            "aligned-8": 4e-3, "aligned-16": 3e-3, "aligned-64": 2e-3, "aligned-16-adam": 6e-3,
         },
     },
+    # A real model learns to answer sums of two-digit numbers and products with a one-digit one: some it answers at once, many
+    # it has to learn, and none of the methods is through with it after 30 updates.
     "smol": {
         "updates": 30,
-        "rows": "sums",
+        "rows": "arithmetic",
         "held_out": 128,
         "model": "models/SmolLM2-135M-Instruct",
         "reward": {"function": "numeric_match", "params": {"extract": "last_integer"}},
@@ -59,8 +62,8 @@ TASKS: dict[str, dict[str, Any]] = {
             "train": {"microbatch_size": 64},
         },
         "lr": {
-            "dense": 2e-5, "lora-16": 2e-4, "random-16": 2e-5, "random-64": 2e-5, "random-256": 2e-5,
-            "aligned-8": 4e-5, "aligned-16": 4e-5, "aligned-64": 4e-5,
+            "dense": 1e-5, "lora-16": 2e-4, "random-16": 1e-5, "random-64": 1e-5, "random-256": 1e-5,
+            "aligned-8": 4e-5, "aligned-16": 4e-5, "aligned-64": 2e-5, "aligned-16-adam": 4e-5,
         },
     },
 }  # fmt: skip
@@ -75,13 +78,17 @@ def code_rows() -> list[Row]:
     return [{"prompt": a + b, "answer": code[b]} for a, b in itertools.product(CODE_ALPHABET, repeat=2)]
 
 
-def sum_rows() -> list[Row]:
-    """All sums of two two-digit numbers."""
-    pairs = itertools.product(range(10, 100), repeat=2)
-    return [{"prompt": f"Calculate: {a} + {b} =", "answer": str(a + b)} for a, b in pairs]
+def arithmetic_rows() -> list[Row]:
+    """All 720 products of a one-digit and a two-digit number, and as many of the sums of two two-digit numbers."""
+    products = [
+        {"prompt": f"Calculate: {a} * {b} =", "answer": str(a * b)} for a in range(2, 10) for b in range(10, 100)
+    ]
+    pairs = list(itertools.product(range(10, 100), repeat=2))
+    sums = [{"prompt": f"Calculate: {a} + {b} =", "answer": str(a + b)} for a, b in pairs]
+    return products + random.Random(7).sample(sums, len(products))
 
 
-ROWS = {"code": code_rows, "sums": sum_rows}
+ROWS = {"code": code_rows, "arithmetic": arithmetic_rows}
 
 
 def split_rows(kind: str, held_out: int) -> tuple[list[Row], list[Row]]:

@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 record = importlib.import_module("record")
 tasks = importlib.import_module("quality_tasks")
+runs = importlib.import_module("quality_runs")
 quality = importlib.import_module("quality")
 
 GIT = {"commit": "0" * 40, "dirty": False}
@@ -26,6 +27,7 @@ QUIET = Console(quiet=True)
 def provenance(monkeypatch):
     monkeypatch.setattr(record, "git_state", lambda: dict(GIT))
     monkeypatch.setattr(sys, "argv", ["benchmarks/quality.py"])
+    monkeypatch.setitem(tasks.TASKS["tiny"], "lr", dict.fromkeys(tasks.ARMS, 1e-3))
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def outcome(spec, reward=None):
     value = 1 - abs(spec.lr - TOP[spec.arm]) * 100 + spec.seed / 100 if reward is None else reward
     held_out = {"0": {"pass@1": 0.0, "score": 0.1}} if spec.is_first_trial else {}
     held_out[str(spec.updates)] = {"pass@1": value / 2, "score": value}
-    curves = {name: [value] * spec.updates for name in quality.CURVES}
+    curves = {name: [value] * spec.updates for name in runs.CURVES}
     return {
         "key": spec.key, "seed": spec.seed, "updates": spec.updates, "curves": curves, "held_out": held_out, "wall_s": 1.0,
         "git": GIT,
@@ -58,7 +60,7 @@ def done(monkeypatch):
         specs.append(spec)
         return outcome(spec)
 
-    monkeypatch.setattr(quality, "execute", fake)
+    monkeypatch.setattr(runs, "execute", fake)
     return specs
 
 
@@ -76,17 +78,17 @@ def done(monkeypatch):
     ],
 )
 def test_the_next_lr(scores, expected):
-    assert quality.next_lr(scores) == expected
+    assert runs.next_lr(scores) == expected
 
 
 def test_every_arm_gets_the_same_number_of_trials_and_seeds_of_its_own(options, done):
     quality.work(options, QUIET)
     for arm in options.arms:
-        runs = [s for s in done if s.arm == arm]
-        trials = [s.lr for s in runs if s.seed == quality.TUNING_SEED]
-        assert len(trials) == len(set(trials)) == quality.TRIALS
+        own = [s for s in done if s.arm == arm]
+        trials = [s.lr for s in own if s.seed == tasks.TUNING_SEED]
+        assert len(trials) == len(set(trials)) == tasks.TRIALS
         best = max(trials, key=lambda lr: -abs(lr - TOP[arm]))
-        assert [(s.lr, s.seed) for s in runs if s.seed != quality.TUNING_SEED] == [(best, 1), (best, 2)]
+        assert [(s.lr, s.seed) for s in own if s.seed != tasks.TUNING_SEED] == [(best, 1), (best, 2)]
     assert {s.lr for s in done if s.arm == "random-16"} == {5e-4, 1e-3, 2e-3, 4e-3}  # the grid moved to the best end
 
 
@@ -96,16 +98,16 @@ def test_held_out_results_do_not_choose_the_lr(options, monkeypatch):
         run["held_out"][str(spec.updates)] = {"pass@1": 1 - run["curves"]["reward"][0], "score": 0.0}
         return run
 
-    monkeypatch.setattr(quality, "execute", fake)
+    monkeypatch.setattr(runs, "execute", fake)
     quality.work(options, QUIET)
-    assert quality.choose("tiny", "dense", options).best == 1e-3
+    assert runs.choose("tiny", "dense", options).best == 1e-3
 
 
 def test_finished_runs_are_not_done_again(options, done):
     quality.work(options, QUIET)
     count = len(done)
     quality.work(options, QUIET)
-    assert len(done) == count == 2 * (quality.TRIALS + 2)
+    assert len(done) == count == 2 * (tasks.TRIALS + 2)
     options.seeds = 3
     quality.work(options, QUIET)
     assert [(s.arm, s.seed) for s in done[count:]] == [("dense", 3), ("random-16", 3)]
@@ -122,7 +124,7 @@ def test_a_killed_run_is_done_again_and_the_others_are_not(options, monkeypatch)
             raise KeyboardInterrupt
         return outcome(spec)
 
-    monkeypatch.setattr(quality, "execute", dies)
+    monkeypatch.setattr(runs, "execute", dies)
     with pytest.raises(KeyboardInterrupt):
         quality.work(options, QUIET)
     quality.work(options, QUIET)
@@ -139,14 +141,14 @@ def test_workers_share_the_runs(options, monkeypatch):
             both.wait()  # passes only if the two runs go on at once
         return outcome(spec)
 
-    monkeypatch.setattr(quality, "execute", fake)
+    monkeypatch.setattr(runs, "execute", fake)
     monkeypatch.setattr(quality, "POLL_S", 0.01)
     workers = [threading.Thread(target=quality.work, args=(options, QUIET)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(20)
-    assert len(specs) == len(set(specs)) == 2 * (quality.TRIALS + 2)
+    assert len(specs) == len(set(specs)) == 2 * (tasks.TRIALS + 2)
 
 
 HOLDER = """
@@ -161,24 +163,24 @@ sys.stdin.read()
 
 
 def test_a_claim_ends_with_its_process(options):
-    spec = quality.choose("tiny", "dense", options).wanted[0]
-    with quality.claimed(spec, options.store) as mine:
+    spec = runs.choose("tiny", "dense", options).wanted[0]
+    with runs.claimed(spec, options.store) as mine:
         assert mine
     source = BENCHMARKS.parent / "src"
     command = [sys.executable, "-c", HOLDER, str(source), str(BENCHMARKS), str(options.store / ".claims" / spec.key)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with quality.claimed(spec, options.store) as mine:
+        with runs.claimed(spec, options.store) as mine:
             assert not mine
         holder.kill()
         holder.wait()
-        with quality.claimed(spec, options.store) as mine:
+        with runs.claimed(spec, options.store) as mine:
             assert mine
 
 
 def test_the_key_covers_what_shapes_a_run_and_nothing_else(monkeypatch):
     def spec(**changes):
-        return quality.Spec(
+        return runs.Spec(
             **{"task": "tiny", "arm": "random-16", "lr": 1e-3, "seed": 1, "updates": 5, "trust": False} | changes
         )
 
@@ -188,9 +190,9 @@ def test_the_key_covers_what_shapes_a_run_and_nothing_else(monkeypatch):
     assert len({first, *(spec(**c).key for c in changes)}) == 1 + len(changes)
     assert spec(arm="dense", trust=True).key == spec(arm="dense").key  # dense has no trust region
     other = {**tasks.TASKS["tiny"], "lr": {}, "updates": 9}  # the centre of the grid and the default length
-    monkeypatch.setitem(quality.TASKS, "tiny", other)
+    monkeypatch.setitem(tasks.TASKS, "tiny", other)
     assert spec().key == first
-    monkeypatch.setitem(quality.TASKS, "tiny", {**other, "held_out": 10})
+    monkeypatch.setitem(tasks.TASKS, "tiny", {**other, "held_out": 10})
     assert spec().key != first
 
 
@@ -210,12 +212,13 @@ def test_the_record_holds_every_run_its_mean_and_its_spread(options, done, capsy
     quality.work(options, QUIET)
     assert quality.report(options, Console(width=200)) == 0
     written = json.loads(options.record.read_text())
-    assert written["name"] == "quality_tiny" and written["config"]["trials"] == quality.TRIALS
+    assert written["name"] == "quality_tiny" and written["config"]["trials"] == tasks.TRIALS
     assert written["results"]["before"] == {"pass@1": 0.0, "score": 0.1}
     dense = written["results"]["arms"]["dense"]
-    assert dense["best_lr"] == 1e-3 and not dense["best_is_at_an_end"] and len(dense["trials"]) == quality.TRIALS
+    assert dense["best_lr"] == 1e-3 and not dense["best_is_at_an_end"] and len(dense["trials"]) == tasks.TRIALS
     assert [run["seed"] for run in dense["runs"]] == [1, 2]
     assert dense["reward"] == pytest.approx({"mean": 1.015, "min": 1.01, "max": 1.02, "std": 0.005 * 2**0.5})
+    assert dense["whole_curve"] == dense["reward"]
     assert dense["pass@1"]["mean"] == pytest.approx(1.015 / 2)
     assert written["results"]["arms"]["random-16"]["best_is_at_an_end"]
     assert "0.001" in capsys.readouterr().out
@@ -233,9 +236,9 @@ def test_a_run_that_diverges_is_a_result(options, monkeypatch, capsys):
         run = diverges_above(spec, threads)
         return {k: v for k, v in run.items() if v is not None}
 
-    monkeypatch.setattr(quality, "execute", fake)
+    monkeypatch.setattr(runs, "execute", fake)
     quality.work(options, QUIET)
-    assert quality.choose("tiny", "random-16", options).best == 1e-3
+    assert runs.choose("tiny", "random-16", options).best == 1e-3
     assert quality.report(options, Console(width=200)) == 0
     assert "failed" in capsys.readouterr().out
 
@@ -252,10 +255,10 @@ def test_execute_reports_a_divergence(tmp_path, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(quality, "build_run", Broken)
-    spec = quality.Spec("tiny", "dense", 1.0, 1, 9, False)
-    result = quality.execute(spec, 1)
-    assert result["failed"] == "NonFiniteError in update 5" and quality.score(result) < 0
+    monkeypatch.setattr(runs, "build_run", Broken)
+    spec = runs.Spec("tiny", "dense", 1.0, 1, 9, False)
+    result = runs.execute(spec, 1)
+    assert result["failed"] == "NonFiniteError in update 5" and runs.score(result) < 0
 
 
 @pytest.mark.parametrize("arm", ["dense", "random-16"])
@@ -263,9 +266,9 @@ def test_a_real_run(arm, monkeypatch):
     small = tasks.TASKS["tiny"]
     rollout = {**small["config"]["rollout"], "prompts_per_step": 4}
     small = {**small, "held_out": 8, "model": {"hidden": 32}, "config": {**small["config"], "rollout": rollout}}
-    monkeypatch.setitem(quality.TASKS, "tiny", small)
-    result = quality.execute(quality.Spec("tiny", arm, 1e-3, quality.TUNING_SEED, 2, arm != "dense"), 1)
-    assert [len(curve) for curve in result["curves"].values()] == [2] * len(quality.CURVES)
+    monkeypatch.setitem(tasks.TASKS, "tiny", small)
+    result = runs.execute(runs.Spec("tiny", arm, 1e-3, tasks.TUNING_SEED, 2, arm != "dense"), 1)
+    assert [len(curve) for curve in result["curves"].values()] == [2] * len(runs.CURVES)
     assert set(result["held_out"]) == ({"0", "2"} if arm == "dense" else {"2"})  # lr 1e-3 is the centre of dense
     assert all(0 <= e["pass@1"] <= e["score"] <= 1 for e in result["held_out"].values())
     assert result["git"] == GIT and result["wall_s"] > 0
