@@ -21,6 +21,7 @@ quality = importlib.import_module("quality")
 
 GIT = {"commit": "0" * 40, "dirty": False}
 QUIET = Console(quiet=True)
+TRIALS = 4  # one that depends on the first three
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,8 @@ def provenance(monkeypatch):
     monkeypatch.setattr(record, "git_state", lambda: dict(GIT))
     monkeypatch.setattr(sys, "argv", ["benchmarks/quality.py"])
     monkeypatch.setitem(tasks.TASKS["tiny"], "lr", dict.fromkeys(tasks.ARMS, 1e-3))
+    for module in (runs, quality):
+        monkeypatch.setattr(module, "TRIALS", TRIALS)
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ def test_every_arm_gets_the_same_number_of_trials_and_seeds_of_its_own(options, 
     for arm in options.arms:
         own = [s for s in done if s.arm == arm]
         trials = [s.lr for s in own if s.seed == tasks.TUNING_SEED]
-        assert len(trials) == len(set(trials)) == tasks.TRIALS
+        assert len(trials) == len(set(trials)) == TRIALS
         best = max(trials, key=lambda lr: -abs(lr - TOP[arm]))
         assert [(s.lr, s.seed) for s in own if s.seed != tasks.TUNING_SEED] == [(best, 1), (best, 2)]
     assert {s.lr for s in done if s.arm == "random-16"} == {5e-4, 1e-3, 2e-3, 4e-3}  # the grid moved to the best end
@@ -107,7 +110,7 @@ def test_finished_runs_are_not_done_again(options, done):
     quality.work(options, QUIET)
     count = len(done)
     quality.work(options, QUIET)
-    assert len(done) == count == 2 * (tasks.TRIALS + 2)
+    assert len(done) == count == 2 * (TRIALS + 2)
     options.seeds = 3
     quality.work(options, QUIET)
     assert [(s.arm, s.seed) for s in done[count:]] == [("dense", 3), ("random-16", 3)]
@@ -148,7 +151,7 @@ def test_workers_share_the_runs(options, monkeypatch):
         worker.start()
     for worker in workers:
         worker.join(20)
-    assert len(specs) == len(set(specs)) == 2 * (tasks.TRIALS + 2)
+    assert len(specs) == len(set(specs)) == 2 * (TRIALS + 2)
 
 
 HOLDER = """
@@ -212,10 +215,10 @@ def test_the_record_holds_every_run_its_mean_and_its_spread(options, done, capsy
     quality.work(options, QUIET)
     assert quality.report(options, Console(width=200)) == 0
     written = json.loads(options.record.read_text())
-    assert written["name"] == "quality_tiny" and written["config"]["trials"] == tasks.TRIALS
+    assert written["name"] == "quality_tiny" and written["config"]["trials"] == TRIALS
     assert written["results"]["before"] == {"pass@1": 0.0, "score": 0.1}
     dense = written["results"]["arms"]["dense"]
-    assert dense["best_lr"] == 1e-3 and not dense["best_is_at_an_end"] and len(dense["trials"]) == tasks.TRIALS
+    assert dense["best_lr"] == 1e-3 and not dense["best_is_at_an_end"] and len(dense["trials"]) == TRIALS
     assert [run["seed"] for run in dense["runs"]] == [1, 2]
     assert dense["reward"] == pytest.approx({"mean": 1.015, "min": 1.01, "max": 1.02, "std": 0.005 * 2**0.5})
     assert dense["whole_curve"] == dense["reward"]
