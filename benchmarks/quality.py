@@ -24,7 +24,7 @@ from typing import Any
 
 import quality_runs
 from quality_runs import LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
-from quality_tasks import ARMS, TASKS, TRIALS, TUNING_SEED
+from quality_tasks import ARMS, TASKS, TUNING_SEED
 from record import RECORDS, begin_record, finish_record
 from rich.box import SIMPLE
 from rich.console import Console
@@ -167,11 +167,11 @@ def report(options: argparse.Namespace, console: Console) -> int:
         return 1
     if options.no_record:
         return 0
-    task = {k: v for k, v in TASKS[options.task].items() if k != "updates"}
+    task = {k: v for k, v in TASKS[options.task].items() if k not in ("updates", "trials")}
     config = {k: getattr(options, k) for k in ("task", "arms", "seeds", "updates", "trust")}
     config |= {
         "settings": task,
-        "trials": TRIALS,
+        "trials": TASKS[options.task]["trials"],
         "tuning_seed": TUNING_SEED,
         "ranked_by": f"training reward, last {LAST}",
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality_tasks import ARMS, TASKS, TRIALS, TUNING_SEED, materialise, split_rows
+from quality_tasks import ARMS, TASKS, TUNING_SEED, materialise, split_rows
 from record import provenance
 
 from logra import config as cfg
@@ -43,7 +43,7 @@ class Spec:
     @property
     def key(self) -> str:
         """Hex digest of everything that shapes the run: the task's rows and settings, the arm's, and the spec's own."""
-        task = {k: v for k, v in TASKS[self.task].items() if k not in ("lr", "updates")}
+        task = {k: v for k, v in TASKS[self.task].items() if k not in ("lr", "updates", "trials")}
         whole = {
             "task": task, "rows": rows_digest(task["rows"], task["held_out"]), "method": ARMS[self.arm], "lr": self.lr,
             "seed": self.seed, "updates": self.updates, "trust": TRUST if self.uses_trust else None,
@@ -95,7 +95,7 @@ def next_lr(scores: Mapping[float, float]) -> list[float]:
     """The exponents (lr = centre * 2^exponent) to try next, given the score of each that was tried.
 
     First -1, 0 and 1, which may run at once. Then one at a time: one further where the best is at an end, else half a step from
-    the best, towards its better neighbour. All arms get `TRIALS` of them, whatever the centre was.
+    the best, towards its better neighbour. All arms of a task get the same number of them, whatever the centre was.
     """
     first = [e for e in (0.0, -1.0, 1.0) if e not in scores]
     if first:
@@ -122,8 +122,9 @@ def choose(task: str, arm: str, options: argparse.Namespace) -> Choice:
     """Replays the tuning of an arm from the store."""
     by_exponent: dict[float, float] = {}
     scores: dict[float, float] = {}
-    while len(by_exponent) < TRIALS:
-        ahead = next_lr(by_exponent)[: TRIALS - len(by_exponent)]
+    trials = TASKS[task]["trials"]
+    while len(by_exponent) < trials:
+        ahead = next_lr(by_exponent)[: trials - len(by_exponent)]
         specs = [Spec(task, arm, trial_lr(task, arm, e), TUNING_SEED, options.updates, options.trust) for e in ahead]
         wanted = [s for s in specs if not s.path(options.store).exists()]
         found = {e: score(load(s, options.store)) for e, s in zip(ahead, specs, strict=True) if s not in wanted}

@@ -26,14 +26,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "aligned-64": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 64},
     "aligned-16-adam": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 16},
 }
-TRIALS = 3  # lrs tried per arm; the first three are the centre, its half and its double
 TUNING_SEED = 0  # of the trials, which use no other; the seeds that are reported start at 1
 
+# updates: of one run. trials: lrs tried per arm, first `lr`, its half and its double. The rest shapes the run.
 TASKS: dict[str, dict[str, Any]] = {
     # A random two-layer model (hidden 256) learns to answer two characters with the code of the second: a table of 32
     # entries, rewarded by the share of equal bits, so that every sample tells something and no constant reply does well.
     "tiny": {
         "updates": 40,
+        "trials": 4,
         "rows": "code",
         "held_out": 256,
         "model": {"hidden": 256, "spread": 0.07, "seed": 0},
@@ -52,6 +53,7 @@ TASKS: dict[str, dict[str, Any]] = {
     # it has to learn, and none of the methods is through with it after 30 updates.
     "smol": {
         "updates": 30,
+        "trials": 3,
         "rows": "arithmetic",
         "held_out": 128,
         "model": "models/SmolLM2-135M-Instruct",

@@ -29,8 +29,7 @@ def provenance(monkeypatch):
     monkeypatch.setattr(record, "git_state", lambda: dict(GIT))
     monkeypatch.setattr(sys, "argv", ["benchmarks/quality.py"])
     monkeypatch.setitem(tasks.TASKS["tiny"], "lr", dict.fromkeys(tasks.ARMS, 1e-3))
-    for module in (runs, quality):
-        monkeypatch.setattr(module, "TRIALS", TRIALS)
+    monkeypatch.setitem(tasks.TASKS["tiny"], "trials", TRIALS)
 
 
 @pytest.fixture
