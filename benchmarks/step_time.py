@@ -74,7 +74,7 @@ def build(method: str, model: nn.Module, options: argparse.Namespace) -> Contend
     if method == "lora":
         return _lora(model, options)
     if method == "aligned":
-        return _logra(model, options, bits=8, basis="aligned", optimizer="adam")
+        return _logra(model, options, bits=8, basis="aligned")
     return _logra(model, options, bits=15 if method == "logra15" else 8)
 
 
@@ -104,11 +104,9 @@ def _lora(model: nn.Module, options: argparse.Namespace) -> Contender:
     return _with_adamw(adapted, options, lambda: {"adapters": trained})  # type: ignore[dict-item]
 
 
-def _logra(
-    model: nn.Module, options: argparse.Namespace, bits: int, basis: str = "random", optimizer: str = "row_adam"
-) -> Contender:
+def _logra(model: nn.Module, options: argparse.Namespace, bits: int, basis: str = "random") -> Contender:
     sketcher = attach(
-        model, rank=options.rank, basis=basis, seed=options.seed, optimizer=optimizer, variant="simplified",
+        model, rank=options.rank, basis=basis, seed=options.seed, optimizer="row_adam", variant="simplified",
         targets=PROJECTIONS, bits=bits,
     )  # fmt: skip
 

@@ -33,8 +33,8 @@ ALIGNED = {"method.basis": "aligned", "method.refresh_every": 2}
 KINDS = {
     "logra": {},
     "aligned": ALIGNED,
-    "aligned row_adam": ALIGNED | {"method.optimizer": "row_adam", "method.momentum": 0.9, "method.explore": 2},
-    "aligned split": ALIGNED | SPLIT | {"method.residual": "cpu"},
+    "aligned adam": ALIGNED | {"method.optimizer": "adam", "method.explore": 2},
+    "aligned split": ALIGNED | SPLIT | {"method.residual": "cpu", "method.momentum": 0.9},
     "dense": {"method.name": "dense"},
     "lora": {"method.name": "lora"},
     "split": SPLIT,

@@ -51,8 +51,8 @@ class Method(Section):
     """AdamW's betas for dense and lora, and those of logra's adam; its row_adam uses the second."""
     basis: Literal["random", "gaussian", "aligned"] = "random"
     """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient."""
-    optimizer: Literal["row_adam", "adam", "sgd"] | None = None
-    """logra's optimizer of sketches; None: adam for an aligned basis, else row_adam."""
+    optimizer: Literal["row_adam", "adam", "sgd"] = "row_adam"
+    """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Decay of logra's first moment; None: betas[0] for adam, 0 for the others. Needs a basis that stays."""
     variant: Literal["simplified", "paper"] = "simplified"
@@ -85,8 +85,6 @@ class Method(Section):
 
     @model_validator(mode="after")
     def _defaults_of_the_basis(self) -> Method:
-        if self.optimizer is None:
-            self.optimizer = "adam" if self.basis == "aligned" else "row_adam"
         if self.momentum is None:
             self.momentum = self.betas[0] if self.optimizer == "adam" else 0.0
         stays = self.basis == "aligned" or not self.refresh

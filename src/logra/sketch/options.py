@@ -19,14 +19,8 @@ NOT_NEGATIVE = ("update_ratio", "weight_decay", "max_grad_norm")
 
 
 def resolve(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what follows from the basis, then check everything; raises `ConfigError` with the fix.
-
-    optimizer: adam for an aligned basis, whose coordinates keep their meaning from step to step; else row_adam. beta1: 0.9
-    for adam, else 0.
-    """
+    """Fill in beta1 if it is None (0.9 for adam, else 0), then check everything; raises `ConfigError` with the fix."""
     options = dict(options)
-    if options["optimizer"] is None:
-        options["optimizer"] = "adam" if options["basis"] == "aligned" else "row_adam"
     if options["beta1"] is None:
         options["beta1"] = 0.9 if options["optimizer"] == "adam" else 0.0
     _check_choices(options)

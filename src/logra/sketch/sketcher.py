@@ -422,7 +422,7 @@ def attach(
     rank: int = 64,
     basis: str = "random",
     seed: int = 42,
-    optimizer: str | None = None,
+    optimizer: str = "row_adam",
     variant: str = "simplified",
     targets: Sequence[str] | str | None = None,
     weights: str = "fp32",
@@ -446,7 +446,7 @@ def attach(
 
     rank: r; at most the in features of every target. basis: "random" (Rademacher), "aligned" (tracked from the layers'
     inputs, `logra.sketch.aligned`) or "gaussian" (ablation; never sent). optimizer: "row_adam", "adam" (for a basis that
-    stays) or "sgd"; None: adam for aligned, else row_adam. beta1: decay of the first moment; None: 0.9 for adam, else 0.
+    stays: aligned, or not refreshed) or "sgd". beta1: decay of the first moment; None: 0.9 for adam, else 0.
     refresh: draw a new basis after every update (not for aligned). refresh_every: updates between two refreshes of one
     target's aligned basis. explore: how many of its rows are random. variant: "simplified" (plain lr) or "paper" (layer
     norms restored, `update_ratio`). targets: see `logra.sketch.targets.select_targets`. max_grad_norm: clip root sum

@@ -333,9 +333,7 @@ def test_no_signal_no_refresh(ids):
     assert all(torch.equal(v, after[k]) if isinstance(v, torch.Tensor) else v == after[k] for k, v in before.items())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "row_adam"}, {"optimizer": "row_adam", "beta1": 0.9}, {"explore": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"optimizer": "adam"}, {"beta1": 0.9}, {"optimizer": "adam", "explore": 2}])
 def test_resume_is_bit_identical_even_in_the_middle_of_an_update(options):
     data = batches(8)
     models = [tiny_model(), tiny_model()]
