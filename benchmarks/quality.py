@@ -1,6 +1,7 @@
 """Quality at equal updates and equal samples: dense AdamW, LoRA, LoGRA with random and with aligned bases on one RL task.
 
-    python benchmarks/quality.py --task tiny|smol [--arms dense random-16 ...] [--seeds 3] [--jobs N] [--threads 1] [--trust]
+    python benchmarks/quality.py --task tiny|smol [--arms dense random-16 ...] [--seeds 3] [--jobs N] [--threads 1]
+    python benchmarks/quality.py --task tiny --arms aligned-16 --trust off|large|small|annealed    # the KL budget ablation
     python benchmarks/quality.py --task tiny --summary        # the table, and the record once nothing is missing
 
 Every arm gets the same number of trials (lrs) with the tuning seed, chosen by `next_lr`; the best by training reward, never by
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import quality_runs
-from quality_runs import LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
+from quality_runs import BUDGETS, LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
 from quality_tasks import ARMS, TASKS, TUNING_SEED
 from record import RECORDS, begin_record, finish_record
 from rich.box import SIMPLE
@@ -191,7 +192,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("updates", None, "default: the task's"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--trust", action="store_true", help="the trust region for the arms of logra")
+    parser.add_argument(
+        "--trust",
+        choices=tuple(BUDGETS),
+        default="off",
+        help="the KL budget of the arms of logra (the published ablation)",
+    )
     parser.add_argument("--store", type=Path, default=STORE, help="folder of finished runs")
     parser.add_argument("--summary", action="store_true", help="run nothing: table, and record if all is there")
     parser.add_argument("--record", type=Path, help="default: benchmarks/records/NAME_DATE_COMMIT.json")

@@ -24,7 +24,14 @@ from logra.errors import MismatchError, NonFiniteError
 from logra.files import FileLock
 from logra.rl.run_dir import read_metrics
 
-TRUST = {"enabled": True, "budget": "cosine", "start": 4e-2, "final": 2e-3, "probe_rollouts": 8}
+# the KL budget as the only schedule: the largest scale is out of the way, so that the lr hardly matters
+BUDGETS: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "large": {"budget": "constant", "start": 4e-2},
+    "small": {"budget": "constant", "start": 4e-3},
+    "annealed": {"budget": "cosine", "start": 4e-2, "final": 2e-3},
+}
+PROBE = {"enabled": True, "largest_scale": 1000.0, "probe_rollouts": 8}
 LAST = 10  # updates whose mean training reward ranks the trials
 CURVES = {"reward": "reward", "entropy": "entropy", "step_s": "step_time", "grad_norm": "grad_norm"}
 
@@ -38,7 +45,7 @@ class Spec:
     lr: float
     seed: int
     updates: int
-    trust: bool
+    trust: str = "off"
 
     @property
     def key(self) -> str:
@@ -46,13 +53,15 @@ class Spec:
         task = {k: v for k, v in TASKS[self.task].items() if k not in ("lr", "updates", "trials")}
         whole = {
             "task": task, "rows": rows_digest(task["rows"], task["held_out"]), "method": ARMS[self.arm], "lr": self.lr,
-            "seed": self.seed, "updates": self.updates, "trust": TRUST if self.uses_trust else None,
+            "seed": self.seed, "updates": self.updates, "trust": self.budget,
         }  # fmt: skip
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def uses_trust(self) -> bool:
-        return self.trust and ARMS[self.arm]["name"] == "logra"
+    def budget(self) -> dict[str, Any] | None:
+        """The settings of the trust region, which only logra has; None: off."""
+        chosen = BUDGETS[self.trust] if ARMS[self.arm]["name"] == "logra" else None
+        return None if chosen is None else {**PROBE, **chosen}
 
     def path(self, store: Path) -> Path:
         return store / self.task / f"{self.arm}_lr{self.lr:g}_seed{self.seed}_{self.key}.json"
@@ -63,7 +72,7 @@ class Spec:
         sections: dict[str, Any] = {
             "output_dir": str(folder / "run"), "seed": self.seed, "threads": threads,
             "method": {**ARMS[self.arm], "lr": self.lr},
-            "trust": {**TRUST, "steps": self.updates} if self.uses_trust else {"enabled": False},
+            "trust": {"enabled": False} if self.budget is None else {**self.budget, "steps": self.updates},
             "checkpoint": {"every": 0}, "journal": {"enabled": False}, "log": {"completions": False},
         }  # fmt: skip
         for section, values in (*task["config"].items(), *materialise(task, folder).items()):

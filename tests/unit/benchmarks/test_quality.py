@@ -183,14 +183,14 @@ def test_a_claim_ends_with_its_process(options):
 def test_the_key_covers_what_shapes_a_run_and_nothing_else(monkeypatch):
     def spec(**changes):
         return runs.Spec(
-            **{"task": "tiny", "arm": "random-16", "lr": 1e-3, "seed": 1, "updates": 5, "trust": False} | changes
+            **{"task": "tiny", "arm": "random-16", "lr": 1e-3, "seed": 1, "updates": 5, "trust": "off"} | changes
         )
 
     first = spec().key
     assert first == spec().key
-    changes = ({"arm": "random-64"}, {"lr": 2e-3}, {"seed": 2}, {"updates": 6}, {"trust": True}, {"task": "smol"})
+    changes = ({"arm": "random-64"}, {"lr": 2e-3}, {"seed": 2}, {"updates": 6}, {"trust": "small"}, {"task": "smol"})
     assert len({first, *(spec(**c).key for c in changes)}) == 1 + len(changes)
-    assert spec(arm="dense", trust=True).key == spec(arm="dense").key  # dense has no trust region
+    assert spec(arm="dense", trust="large").key == spec(arm="dense").key  # dense has no trust region
     other = {**tasks.TASKS["tiny"], "lr": {}, "updates": 9}  # the centre of the grid and the default length
     monkeypatch.setitem(tasks.TASKS, "tiny", other)
     assert spec().key == first
@@ -269,7 +269,7 @@ def test_a_real_run(arm, monkeypatch):
     rollout = {**small["config"]["rollout"], "prompts_per_step": 4}
     small = {**small, "held_out": 8, "model": {"hidden": 32}, "config": {**small["config"], "rollout": rollout}}
     monkeypatch.setitem(tasks.TASKS, "tiny", small)
-    result = runs.execute(runs.Spec("tiny", arm, 1e-3, tasks.TUNING_SEED, 2, arm != "dense"), 1)
+    result = runs.execute(runs.Spec("tiny", arm, 1e-3, tasks.TUNING_SEED, 2, "off" if arm == "dense" else "annealed"), 1)
     assert [len(curve) for curve in result["curves"].values()] == [2] * len(runs.CURVES)
     assert set(result["held_out"]) == ({"0", "2"} if arm == "dense" else {"2"})  # lr 1e-3 is the centre of dense
     assert all(0 <= e["pass@1"] <= e["score"] <= 1 for e in result["held_out"].values())
