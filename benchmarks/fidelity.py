@@ -259,11 +259,11 @@ def show(rows: Rows, console: Console) -> None:
     console.print(table)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_common(parser: argparse.ArgumentParser, ranks: list[int]) -> argparse.ArgumentParser:
+    """The arguments that say which data is looked at; ranks: the default."""
     parser.add_argument("--recipe", default="recipes/demo.yaml")
     parser.add_argument("--model", help="instead of the recipe's")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
     for name, default, text in (
         ("past", 4, "batches the bases see"), ("later", 2, "batches they are judged on"), ("prompts", 8, "a batch"),
         ("rollouts", 8, "a prompt"), ("tokens", 20, "new tokens at most"), ("every", 8, "updates between refreshes"),
@@ -272,11 +272,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     parser.add_argument("--lr", type=float, default=1e-5, help="of AdamW between batches (default 1e-5)")
-    parser.add_argument("--ablations", action="store_true", help="the published ablations instead")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--record", type=Path)
     where.add_argument("--no-record", action="store_true")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ablations", action="store_true", help="the published ablations instead")
+    return parse_common(parser, ranks=[8, 16, 64]).parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keys = ["rank"] if options.ablations else ["projection", "rank"]
     summary = {"by_rank": means(rows, ["rank"]), "by_" + "_and_".join(keys): means(rows, keys)}
     for table in summary.values():
-        show(table, Console())
+        show(table, Console(width=160))
     if begun is not None:
         finish_record(options.record, begun, {**sizes, **summary})
     return 0

@@ -269,7 +269,9 @@ def test_a_real_run(arm, monkeypatch):
     rollout = {**small["config"]["rollout"], "prompts_per_step": 4}
     small = {**small, "held_out": 8, "model": {"hidden": 32}, "config": {**small["config"], "rollout": rollout}}
     monkeypatch.setitem(tasks.TASKS, "tiny", small)
-    result = runs.execute(runs.Spec("tiny", arm, 1e-3, tasks.TUNING_SEED, 2, "off" if arm == "dense" else "annealed"), 1)
+    result = runs.execute(
+        runs.Spec("tiny", arm, 1e-3, tasks.TUNING_SEED, 2, "off" if arm == "dense" else "annealed"), 1
+    )
     assert [len(curve) for curve in result["curves"].values()] == [2] * len(runs.CURVES)
     assert set(result["held_out"]) == ({"0", "2"} if arm == "dense" else {"2"})  # lr 1e-3 is the centre of dense
     assert all(0 <= e["pass@1"] <= e["score"] <= 1 for e in result["held_out"].values())
