@@ -25,7 +25,7 @@ from typing import Any
 
 import quality_runs
 from quality_runs import BUDGETS, LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
-from quality_tasks import ARMS, TASKS, TUNING_SEED
+from quality_tasks import ARMS, BY_DEFAULT, TASKS, TUNING_SEED
 from record import RECORDS, begin_record, finish_record
 from rich.box import SIMPLE
 from rich.console import Console
@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=tuple(TASKS), required=True)
     parser.add_argument(
-        "--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS), metavar="ARM", help=" ".join(ARMS)
+        "--arms", nargs="+", choices=tuple(ARMS), default=list(BY_DEFAULT), metavar="ARM", help=" ".join(ARMS)
     )
     for name, default, text in (
         ("seeds", 3, "seeds at the best lr"), ("jobs", 1, "processes"), ("threads", 1, "torch threads of each"),

@@ -25,7 +25,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "aligned-16": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 16},
     "aligned-64": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 64},
     "aligned-16-adam": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 16},
+    # what explains the others; only with --arms
+    "dense-no-momentum": {"name": "dense", "betas": [0.0, 0.95]},
+    "random-4": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 4},
+    "aligned-4": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 4},
+    "random-1": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 1},
+    "aligned-1": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 1},
+    "aligned-8-15-bits": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 8, "bits": 15},
+    "aligned-16-explore": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 16, "explore": 4},
 }
+BY_DEFAULT = tuple(ARMS)[: tuple(ARMS).index("dense-no-momentum")]
 TUNING_SEED = 0  # of the trials, which use no other; the seeds that are reported start at 1
 
 # updates: of one run. trials: lrs tried per arm, first `lr`, its half and its double. The rest shapes the run.
@@ -47,6 +56,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "lr": {
             "dense": 1e-3, "lora-16": 4e-3, "random-16": 2e-3, "random-64": 1.5e-3, "random-256": 1e-3,
             "aligned-8": 4e-3, "aligned-16": 3e-3, "aligned-64": 2e-3, "aligned-16-adam": 6e-3,
+            "dense-no-momentum": 1e-3, "random-4": 4e-3, "aligned-4": 8e-3, "random-1": 8e-3, "aligned-1": 3.2e-2,
+            "aligned-8-15-bits": 4e-3, "aligned-16-explore": 3e-3,
         },
     },
     # A real model learns to answer sums of two-digit numbers and products with a one-digit one: some it answers at once, many
@@ -66,6 +77,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "lr": {
             "dense": 1e-5, "lora-16": 2e-4, "random-16": 1e-5, "random-64": 1e-5, "random-256": 1e-5,
             "aligned-8": 4e-5, "aligned-16": 4e-5, "aligned-64": 2e-5, "aligned-16-adam": 4e-5,
+            "dense-no-momentum": 1e-5, "random-4": 1e-5, "aligned-4": 4e-5, "random-1": 1e-5, "aligned-1": 4e-5,
+            "aligned-8-15-bits": 4e-5, "aligned-16-explore": 4e-5,
         },
     },
 }  # fmt: skip
