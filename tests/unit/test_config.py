@@ -332,7 +332,7 @@ def test_identity_covers_what_a_run_computes_and_differences_name_it():
         == []
     )
     changed = cfg.differences(cfg.identity(first), cfg.identity(make(method__lr=0.5, seed=3)))
-    assert changed == ["method.lr was 1e-05, is 0.5", "seed was 42, is 3"]
+    assert changed == ["method.lr was 4e-05, is 0.5", "seed was 42, is 3"]
 
 
 @pytest.mark.parametrize(
@@ -357,3 +357,31 @@ def test_combinations_that_cannot_be(flags, words):
     data = cfg.apply_overrides(cfg.read_yaml(TINY), flags)
     with pytest.raises(ConfigError, match=re.escape(words)):
         cfg.make_config(data)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ("aligned", 16, 4e-5, 0.0)),
+        ({"method__basis": "random"}, ("random", 64, 1e-5, 0.0)),
+        ({"method__optimizer": "adam"}, ("aligned", 16, 4e-5, 0.9)),
+        ({"method__name": "lora"}, ("aligned", 64, 1e-5, 0.0)),
+        ({"method__variant": "paper", "method__basis": "random", "method__rank": 256}, ("random", 256, 1.0, 0.0)),
+    ],
+)
+def test_rank_lr_and_momentum_follow_the_basis(flags, expected):
+    method = make(**flags).method
+    assert (method.basis, method.rank, method.lr, method.momentum) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({"method__basis": "random", "method__optimizer": "adam"}, "drawn anew"),
+        ({"method__basis": "random", "method__momentum": 0.9}, "drawn anew"),
+        ({"method__refresh": False}, "basis=random"),
+    ],
+)
+def test_bases_and_optimizers_that_do_not_go_together(flags, match):
+    with pytest.raises(ConfigError, match=match):
+        make(**flags)

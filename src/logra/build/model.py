@@ -73,7 +73,7 @@ def build_base(config: cfg.Config, journal: Path) -> PreTrainedModel:
 def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
     method = config.method
     updates = config.train.steps * config.algorithm.updates_per_step
-    assert method.lr is not None  # the configuration resolves it
+    assert method.lr is not None and method.rank is not None  # the configuration resolves them
     schedule = Schedule(method.lr, method.warmup_steps, method.schedule, updates)
     common: dict[str, Any] = {
         "targets": method.targets, "eps": method.eps, "weight_decay": method.weight_decay,

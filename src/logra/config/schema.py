@@ -38,18 +38,19 @@ class Method(Section):
 
     name: Literal["logra", "dense", "lora"] = "logra"
     lr: float | None = Field(default=None, gt=0)
-    """None: 1e-5, and 1.0 for variant paper, whose step is set by update_ratio."""
+    """None: 1e-5; for logra 4e-5 with an aligned basis, 1.0 with variant paper, whose step is set by update_ratio."""
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     targets: list[str] | str | None = None
-    rank: int = Field(default=64, ge=1)
+    rank: int | None = Field(default=None, ge=1)
+    """None: 64, and 16 for logra with an aligned basis."""
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=0.0, ge=0)
     """Clip the gradient norm (for logra its estimate from the sketches); 0 is off."""
     eps: float = Field(default=1e-8, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas for dense and lora, and those of logra's adam; its row_adam uses the second."""
-    basis: Literal["random", "gaussian", "aligned"] = "random"
+    basis: Literal["random", "gaussian", "aligned"] = "aligned"
     """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient."""
     optimizer: Literal["row_adam", "adam", "sgd"] = "row_adam"
     """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none."""
@@ -95,13 +96,19 @@ class Method(Section):
                 "optimizer=row_adam without momentum"
             )
         if self.name == "logra" and self.basis == "aligned" and not self.refresh:
-            raise ValueError("an aligned basis is refreshed every refresh_every updates: set that instead of refresh")
+            raise ValueError(
+                "an aligned basis is refreshed every refresh_every updates: set that instead of refresh=false, or basis=random"
+            )
         return self
 
     @model_validator(mode="after")
-    def _default_lr(self) -> Method:
+    def _default_lr_and_rank(self) -> Method:
+        is_aligned = self.name == "logra" and self.basis == "aligned"
+        if self.rank is None:
+            self.rank = 16 if is_aligned else 64
         if self.lr is None:
-            self.lr = 1.0 if self.name == "logra" and self.variant == "paper" else 1e-5
+            is_paper = self.name == "logra" and self.variant == "paper"
+            self.lr = 1.0 if is_paper else 4e-5 if is_aligned else 1e-5
         return self
 
 
