@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 import torch
-from fidelity import Batches, Trackers, open_run, parse_common, show
+from fidelity import Batches, Trackers, check, open_run, parse_common, show
 from record import begin_record, finish_record
 from rich.console import Console
 from torch import Tensor
@@ -93,7 +93,7 @@ def compare(batches: Batches, options: argparse.Namespace) -> list[dict[str, obj
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_common(argparse.ArgumentParser(description=__doc__), ranks=[16]).parse_args(arguments)
+    options = check(parse_common(argparse.ArgumentParser(description=__doc__), ranks=[16]).parse_args(arguments))
     config = {k: v for k, v in vars(options).items() if k not in ("record", "no_record", "seed")}
     begun = None if options.no_record else begin_record(name="allocation", config=config, seed=options.seed)
     with tempfile.TemporaryDirectory() as folder:

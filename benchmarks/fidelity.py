@@ -32,6 +32,7 @@ from torch import Tensor
 
 from logra import config as cfg
 from logra.build import build_run
+from logra.errors import UserError
 from logra.rl.step import Tally, accumulate
 from logra.sketch import basis as drawn
 from logra.sketch.aligned import AlignedBases
@@ -42,6 +43,7 @@ TASK = {
     "params": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
 }
 ABLATION_RANKS = (4, 16, 64, 256)
+ATTEMPTS = 20
 Rows = list[dict[str, Any]]
 
 
@@ -88,12 +90,16 @@ class Batches:
     def backward(self) -> dict[str, float]:
         """Sample until a batch has signal, then forward and backward; the weights' gradients are G."""
         trainer = self.trainer
-        while True:
+        for _ in range(ATTEMPTS):
             rollouts = trainer.rollout([trainer.prompts[i] for i in trainer.sampler.next_batch()])
             scores = trainer.rewards.score_rollouts(rollouts)
             batch = trainer.batch(rollouts, trainer.advantages(rollouts, scores))
             if batch.has_signal:
                 break
+        else:
+            raise UserError(
+                f"{ATTEMPTS} batches in a row have no rewards that differ within a prompt: use another task"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         with self.gradients.hooked():
             accumulate(self.model, batch, trainer.plan.microbatch_size, trainer.plan.loss, tally=Tally())
@@ -126,6 +132,8 @@ class Trackers:
 
     def __init__(self, targets: Sequence[Target], options: argparse.Namespace):
         columns = {t.name: t.in_features for t in targets}
+        if max(options.ranks) > min(columns.values()):
+            raise UserError(f"a rank of {max(options.ranks)} exceeds the {min(columns.values())} inputs of some target")
         self.index = 0
         self.bases = {
             rank: AlignedBases(columns, rank=rank, seed=options.seed, every=options.every, explore=options.explore)
@@ -142,12 +150,12 @@ class Trackers:
         for bases in self.bases.values():
             observer = bases.observer(name, self.index)
             if observer is not None:
-                observer(x_Nk, h_Nd, x_Nk @ bases.basis(name).t())
+                observer(x_Nk, h_Nd, x_Nk @ bases.bases[name].matrix.t())
 
     def refresh(self) -> None:
         self.index += 1
         for bases in self.bases.values():
-            bases.refresh(self.index)
+            bases.take(bases.following(self.index))
 
 
 def cosine(gradient_dk: Tensor, basis_rk: Tensor) -> float:
@@ -191,7 +199,7 @@ def _rows_of(target: Target, gradient: Tensor, trackers: Trackers, seed: int, nu
     rows = []
     for rank, bases in trackers.bases.items():
         signs = drawn.draw("random", seed, target.name, number, range(rank), range(target.in_features)).float()
-        random, aligned = signs * drawn.scale(rank), bases.basis(target.name)
+        random, aligned = signs * drawn.scale(rank), bases.bases[target.name].matrix
         rows.append(
             {
                 "target": target.name,
@@ -281,7 +289,25 @@ def parse_common(parser: argparse.ArgumentParser, ranks: list[int]) -> argparse.
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ablations", action="store_true", help="the published ablations instead")
-    return parse_common(parser, ranks=[8, 16, 64]).parse_args(arguments)
+    return check(parse_common(parser, ranks=[8, 16, 64]).parse_args(arguments))
+
+
+def check(options: argparse.Namespace) -> argparse.Namespace:
+    """Raises `UserError` for numbers that mean nothing."""
+    positive = (
+        *options.ranks,
+        options.past,
+        options.later,
+        options.prompts,
+        options.rollouts,
+        options.tokens,
+        options.every,
+    )
+    if min(positive) < 1 or not 0 <= options.explore < min(options.ranks):
+        raise UserError(
+            "ranks, past, later, prompts, rollouts, tokens and every begin at 1; explore is below every rank"
+        )
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,6 +115,7 @@ def _logra(model: nn.Module, options: argparse.Namespace, bits: int, basis: str 
             "gradients": _gradients(model),
             "sketch": [sketcher.sketch(name) for name in sketcher.names],
             "basis": [sketcher.basis_block(name) for name in sketcher.names],  # as drawn by the forward pass
+            "next_basis": sketcher.accumulated()[1:],  # of the targets that are due
         }
 
     def update() -> None:

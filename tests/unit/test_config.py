@@ -362,16 +362,15 @@ def test_combinations_that_cannot_be(flags, words):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({}, ("aligned", 16, 4e-5, 0.0)),
-        ({"method__basis": "random"}, ("random", 64, 1e-5, 0.0)),
-        ({"method__optimizer": "adam"}, ("aligned", 16, 4e-5, 0.9)),
-        ({"method__name": "lora"}, ("aligned", 64, 1e-5, 0.0)),
-        ({"method__variant": "paper", "method__basis": "random", "method__rank": 256}, ("random", 256, 1.0, 0.0)),
+        ({}, ("aligned", 16, 4e-5)),
+        ({"method__basis": "random"}, ("random", 64, 1e-5)),
+        ({"method__name": "lora"}, ("aligned", 64, 1e-5)),
+        ({"method__variant": "paper", "method__basis": "random", "method__rank": 256}, ("random", 256, 1.0)),
     ],
 )
-def test_rank_lr_and_momentum_follow_the_basis(flags, expected):
+def test_rank_and_lr_follow_the_basis(flags, expected):
     method = make(**flags).method
-    assert (method.basis, method.rank, method.lr, method.momentum) == expected
+    assert (method.basis, method.rank, method.lr) == expected
 
 
 @pytest.mark.parametrize(
@@ -380,6 +379,12 @@ def test_rank_lr_and_momentum_follow_the_basis(flags, expected):
         ({"method__basis": "random", "method__optimizer": "adam"}, "drawn anew"),
         ({"method__basis": "random", "method__momentum": 0.9}, "drawn anew"),
         ({"method__refresh": False}, "basis=random"),
+        ({"method__explore": 16}, "below rank"),
+        ({"method__basis": "random", "method__explore": 2}, "aligned"),
+        ({"method__rank": 16, "method__bits": 15}, "is above 8"),
+        ({"method__rank": 2000}, "is above 1040"),
+        ({"method__basis": "random", "method__rank": 1025, "method__bits": 15}, "is above 1024"),
+        ({"method__variant": "paper", "method__optimizer": "adam"}, "paper"),
     ],
 )
 def test_bases_and_optimizers_that_do_not_go_together(flags, match):

@@ -86,8 +86,6 @@ class Method(Section):
 
     @model_validator(mode="after")
     def _defaults_of_the_basis(self) -> Method:
-        if self.momentum is None:
-            self.momentum = self.betas[0] if self.optimizer == "adam" else 0.0
         stays = self.basis == "aligned" or not self.refresh
         if self.name == "logra" and (self.optimizer == "adam" or self.momentum) and not stays:
             raise ValueError(
@@ -99,6 +97,10 @@ class Method(Section):
             raise ValueError(
                 "an aligned basis is refreshed every refresh_every updates: set that instead of refresh=false, or basis=random"
             )
+        if self.name == "logra" and self.explore and self.basis != "aligned":
+            raise ValueError(f"explore belongs to basis=aligned, not to {self.basis}: leave it out")
+        if self.name == "logra" and self.variant == "paper" and self.optimizer == "adam":
+            raise ValueError("variant=paper is defined for row_adam and sgd: use one of them, or variant=simplified")
         return self
 
     @model_validator(mode="after")
@@ -109,6 +111,14 @@ class Method(Section):
         if self.lr is None:
             is_paper = self.name == "logra" and self.variant == "paper"
             self.lr = 1.0 if is_paper else 4e-5 if is_aligned else 1e-5
+        if is_aligned and self.explore >= self.rank:
+            raise ValueError(f"explore={self.explore} must be below rank={self.rank}")
+        largest = ((1 << 24) - 1) // ((2 ** (self.bits - 1) - 1) * (127 if is_aligned else 1))
+        if self.name == "logra" and self.basis != "gaussian" and self.rank > largest:
+            raise ValueError(
+                f"rank={self.rank} is above {largest}, the limit of exact sums with bits={self.bits} and basis={self.basis}: "
+                "use a smaller rank, bits=8 or basis=random"
+            )
         return self
 
 

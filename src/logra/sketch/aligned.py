@@ -11,6 +11,7 @@ A is kept as integers times a power of two a row, A = 2^e_i q_i with |q| <= 127:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,14 @@ from logra.sketch.capture import Observer
 from logra.sketch.quantize import power_of_two
 
 LARGEST = 127
+SPREAD = 2
 START = 2  # updates after which every basis is refreshed: from random signs to the inputs' subspace
 MEMORY = 0.8  # what the energies of the past count at the next refresh
 _FLOOR = 1e-6  # of all energy: what the old basis weighs where there is nothing else
 
 
 def start_block(seed: int, name: str, rank: int, columns: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(q (r, k) int8, scale (r,) float32) before any input was seen: random signs, rows of a norm near 1."""
+    """(q (r, k) int8, scale (r,) float32) before any input was seen: random signs, rows of a norm from 1 to 2."""
     q = hashing.signs(hashing.derive_key(seed, "basis", name, 0), range(rank), range(columns), device)
     exponent = -((columns.bit_length() - 1) // 2)
     return q, torch.full((rank,), 2.0**exponent, dtype=torch.float32, device=device)
@@ -43,8 +45,10 @@ def power_step(x_Nk: Tensor, grad_Nd: Tensor, projected_Nr: Tensor) -> Tensor:
     batch's gradient, and more than equal weights (docs/results.md). Padding, and tokens without influence on the loss, have
     h_n = 0 and drop out.
     """
-    weight_N = torch.linalg.vector_norm(grad_Nd, dim=1, dtype=torch.float32)
-    return x_Nk.t().float() @ (projected_Nr.float() * weight_N[:, None])
+    weighted_Nr = projected_Nr.float() * torch.linalg.vector_norm(grad_Nd, dim=1, keepdim=True, dtype=torch.float32)
+    if x_Nk.is_cuda and x_Nk.dtype != torch.float32:
+        return torch.mm(x_Nk.t(), weighted_Nr.to(x_Nk.dtype), out_dtype=torch.float32)
+    return x_Nk.t().float() @ weighted_Nr
 
 
 def next_basis(
@@ -57,7 +61,8 @@ def next_basis(
     without it 0.80; docs/results.md), and fills up where Y has fewer directions than r. Columns are processed in order and
     keep their signs. explore (e, k): rows that take the place of the last e, made orthogonal to the rest.
     """
-    columns = y_kr / torch.linalg.vector_norm(y_kr, dim=0).sum()
+    columns = y_kr / y_kr.abs().amax()  # first, so that no square over- or underflows
+    columns = columns / torch.linalg.vector_norm(columns, dim=0).sum()
     columns = columns + previous_rk.t() * (MEMORY * energy_r + _FLOOR)
     if explore_er is not None:
         columns[:, -len(explore_er) :] = explore_er.t() * _FLOOR
@@ -68,10 +73,31 @@ def next_basis(
 
 
 def to_integers(basis_rk: Tensor) -> tuple[Tensor, Tensor]:
-    """(q (r, k) int8, scale (r,) float32 powers of two), q scale about A with the finest step that keeps |q| <= 127."""
+    """(q (r, k) int8, scale (r,) float32 powers of two), q scale about A, |q| <= 127.
+
+    The step is the finest that holds a row's largest element, but at most 2^SPREAD finer than the coarsest row's: U takes the
+    scales in before it is rounded with one exponent a row, so their spread costs U what it gains A. An A with coarser integers
+    is as good a basis, since it is what S, the step and every holder use.
+    """
     _, exponent = torch.frexp(basis_rk.abs().amax(1) / LARGEST)
-    scale_r = power_of_two(exponent.clamp(-126, 127))
+    scale_r = power_of_two(exponent.clamp(int(exponent.max()) - SPREAD, 127).clamp(min=-126))
     return torch.round(basis_rk / scale_r[:, None]).to(torch.int8), scale_r
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The basis of one target. q (r, k) int8; scale (r,) float32, powers of two; energy (r,) float32, of the past batches;
+    index: the first update that uses it."""
+
+    q: Tensor
+    scale: Tensor
+    energy: Tensor
+    index: int
+
+    @property
+    def matrix(self) -> Tensor:
+        """A (r, k) float32."""
+        return self.q.float() * self.scale[:, None]
 
 
 class AlignedBases:
@@ -93,22 +119,17 @@ class AlignedBases:
     ):
         self.rank, self.seed, self.every, self.explore = rank, seed, every, explore
         self.turn = {name: number for number, name in enumerate(columns)}
-        self.index = dict.fromkeys(columns, 0)  # of the first update that uses the basis in force
-        self.q: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
-        self.energies: dict[str, Tensor] = {}  # (r,) float32
-        for name, count in columns.items():
-            self.q[name], self.scales[name] = start_block(seed, name, rank, count, device)
-            self.energies[name] = torch.zeros(rank, dtype=torch.float32, device=device)
+        nothing = torch.zeros(rank, dtype=torch.float32, device=device)
+        self.bases = {n: Basis(*start_block(seed, n, rank, k, device), nothing, 0) for n, k in columns.items()}
         self.pending: dict[str, Tensor] = {}  # Y, (k, r) float32
 
     def block(self, name: str, index: int) -> Tensor:
         """The unscaled basis (r, k) int8 in force."""
-        return self.q[name]
+        return self.bases[name].q
 
     def scale(self, name: str) -> Tensor:
         """(r,) float32: the factor of each row, a power of two."""
-        return self.scales[name]
+        return self.bases[name].scale
 
     def basis_index(self, index: int) -> int:
         """Each target has its own; an Update as a whole names itself."""
@@ -116,11 +137,7 @@ class AlignedBases:
 
     def explicit(self, name: str) -> tuple[Tensor, int]:
         """What an Update carries: (q (r, k) int8, the first update that used it)."""
-        return self.q[name], self.index[name]
-
-    def basis(self, name: str) -> Tensor:
-        """A (r, k) float32."""
-        return self.q[name].float() * self.scales[name][:, None]
+        return self.bases[name].q, self.bases[name].index
 
     def is_due(self, name: str, index: int) -> bool:
         """Whether update number `index` collects inputs for the next basis of this target."""
@@ -140,63 +157,70 @@ class AlignedBases:
 
     def collected(self, index: int) -> list[Tensor]:
         """What update `index` adds up for its next bases: Y (k, r) of every target that is due, zeros if nothing came."""
-        for name, q in self.q.items():
-            if self.is_due(name, index) and name not in self.pending:
-                self.pending[name] = torch.zeros(q.shape[::-1], dtype=torch.float32, device=q.device)
-        return [self.pending[name] for name in self.q if name in self.pending]
+        due = [name for name in self.bases if self.is_due(name, index)]
+        for name in due:
+            q = self.bases[name].q
+            self.pending.setdefault(name, torch.zeros(q.shape[::-1], dtype=torch.float32, device=q.device))
+        return [self.pending[name] for name in due]
 
     def forget(self) -> None:
         """Drop what was collected."""
         self.pending.clear()
 
-    def refresh(self, index: int) -> dict[str, Tensor]:
-        """Take the next bases where inputs were collected, for update `index` on; the overlaps A_old A_new^T (r, r) by name."""
-        overlaps = {}
+    def following(self, index: int) -> dict[str, Basis]:
+        """The next bases where inputs were collected, for update `index` on. Nothing is changed."""
+        found = {}
         for name, y in self.pending.items():
             if not bool(torch.isfinite(y).all()) or not bool(y.any()):
                 continue  # nothing was seen; what is not finite is reported by the sketch
-            old = self.basis(name)
-            basis, self.energies[name] = next_basis(y, old, self.energies[name], self._explore(name, index))
-            self.q[name], self.scales[name] = to_integers(basis)
-            self.index[name] = index
-            overlaps[name] = old @ self.basis(name).t()
+            old = self.bases[name]
+            matrix, energy = next_basis(y, old.matrix, old.energy, self._explore(name, index))
+            if bool(torch.isfinite(matrix).all()):
+                found[name] = Basis(*to_integers(matrix), energy, index)
+        return found
+
+    def take(self, bases: Mapping[str, Basis]) -> None:
+        """Put bases in force, and forget what was collected."""
+        self.bases |= bases
         self.forget()
-        return overlaps
 
     def _explore(self, name: str, index: int) -> Tensor | None:
         if not self.explore:
             return None
         key = hashing.derive_key(self.seed, "explore", name, index)
-        q = self.q[name]
+        q = self.bases[name].q
         return hashing.signs(key, range(self.explore), range(q.shape[1]), q.device).float()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, plain values): copies of everything that decides the next steps."""
-        tensors = {f"basis.{name}": q.clone() for name, q in self.q.items()}
-        tensors |= {f"basis_scale.{name}": scale.clone() for name, scale in self.scales.items()}
-        tensors |= {f"basis_energy.{name}": energy.clone() for name, energy in self.energies.items()}
-        tensors |= {f"basis_next.{name}": y.clone() for name, y in self.pending.items()}
-        return tensors, {"basis_index": dict(self.index)}
+        tensors = {f"basis_next.{name}": y.clone() for name, y in self.pending.items()}
+        for name, basis in self.bases.items():
+            tensors |= {f"{key}.{name}": getattr(basis, part).clone() for key, part in _SAVED.items()}
+        return tensors, {"basis_index": {name: basis.index for name, basis in self.bases.items()}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Strict; `UpdateError` names what does not fit, and nothing is changed then."""
-        index = state.get("basis_index")
-        if not isinstance(index, dict) or index.keys() != self.index.keys():
+        index, version = state.get("basis_index"), state["update_index"]
+        if not isinstance(index, dict) or index.keys() != self.bases.keys():
             raise UpdateError("the saved sketcher lacks the index of its aligned bases")
-        loaded: dict[str, Tensor] = {}
-        for name, q in self.q.items():
-            like = {f"basis.{name}": q, f"basis_scale.{name}": self.scales[name]}
-            like[f"basis_energy.{name}"] = self.energies[name]
+        if not all(type(i) is int and 0 <= i <= version for i in index.values()):
+            raise UpdateError(f"the saved sketcher has bases of updates that do not exist before version {version}")
+        loaded, pending = {}, {}
+        for name, own in self.bases.items():
+            parts = {part: _take(state, f"{key}.{name}", getattr(own, part)) for key, part in _SAVED.items()}
+            loaded[name] = Basis(**parts, index=index[name])
             if f"basis_next.{name}" in state:
-                like[f"basis_next.{name}"] = torch.empty(q.shape[::-1], dtype=torch.float32, device=q.device)
-            for key, own in like.items():
-                saved: Any = state.get(key)
-                if not isinstance(saved, torch.Tensor) or (saved.shape, saved.dtype) != (own.shape, own.dtype):
-                    raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(own.shape)}")
-                loaded[key] = saved.to(own.device, copy=True)
-        self.index = {name: int(index[name]) for name in self.index}
-        self.q = {name: loaded[f"basis.{name}"] for name in self.q}
-        self.scales = {name: loaded[f"basis_scale.{name}"] for name in self.scales}
-        self.energies = {name: loaded[f"basis_energy.{name}"] for name in self.q}
-        pending = {name: loaded.get(f"basis_next.{name}") for name in self.q}
-        self.pending = {name: y for name, y in pending.items() if y is not None}
+                pending[name] = _take(state, f"basis_next.{name}", own.matrix.t())
+        self.bases, self.pending = loaded, pending
+
+
+_SAVED = {"basis": "q", "basis_scale": "scale", "basis_energy": "energy"}  # name in the state, field
+
+
+def _take(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+    saved: Any = state.get(key)
+    if not isinstance(saved, torch.Tensor) or (saved.shape, saved.dtype) != (like.shape, like.dtype):
+        raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(like.shape)}")
+    if saved.dtype == torch.float32 and not bool(torch.isfinite(saved).all()):
+        raise UpdateError(f"the saved sketcher's {key!r} is not finite")
+    return saved.to(like.device, copy=True)

@@ -124,9 +124,12 @@ class DrawnBases:
     def forget(self) -> None:
         """Nothing was collected."""
 
-    def refresh(self, index: int) -> dict[str, Tensor]:
+    def following(self, index: int) -> dict[str, Any]:
         """The next bases are drawn, and have nothing in common with these."""
         return {}
+
+    def take(self, bases: Mapping[str, Any]) -> None:
+        """Nothing to put in force."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Nothing: seed and index are all there is."""

@@ -52,9 +52,10 @@ class Tap(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor):
         projected_Nr, x_Nk = ctx.saved_tensors
-        accumulate(ctx.sketch, grad, projected_Nr, ctx.scale)
-        if ctx.observe is not None:
-            ctx.observe(x_Nk, grad.reshape(-1, grad.shape[-1]), projected_Nr)
+        with torch.autocast(grad.device.type, enabled=False):  # `backward()` may be called under one
+            accumulate(ctx.sketch, grad, projected_Nr, ctx.scale)
+            if ctx.observe is not None:
+                ctx.observe(x_Nk, grad.reshape(-1, grad.shape[-1]), projected_Nr)
         ctx.note()
         return grad, None, None, None, None, None, None, None
 
@@ -86,7 +87,8 @@ def tap_layer(
 ) -> RemovableHandle:
     """Hook one layer. `basis()` gives the unscaled (r, k) block in force, `sketch()` its (d, r) buffer.
 
-    observer(): who takes in inputs and output gradients at this update, if anyone; the input is kept for backward then.
+    observer(): who takes in inputs and output gradients at this update, if anyone; the input is kept for backward then (so
+    the model must not change it in place afterwards).
     """
 
     def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:

@@ -50,16 +50,21 @@ def carry_first(moment_dr: Tensor, overlap_rr: Tensor) -> Tensor:
 
 
 def carry_second(
-    moment_dr: Tensor, overlap_rr: Tensor, first_dr: Tensor, step: int, betas: tuple[float, float]
+    moment_dr: Tensor, overlap_rr: Tensor, first_dr: Tensor | None, step: int, betas: tuple[float, float]
 ) -> Tensor:
-    """v (T*T), at least what the carried first moment `first_dr` implies, after update number `step` (1-based).
+    """v after a change of basis, after update number `step` (1-based); first: the first moment, carried already, if any.
 
-    v (T*T) is the second moment in the new basis if the old coordinates were uncorrelated. They need not be: the mean of a
-    gradient that pointed along a diagonal of the old basis adds up in one new coordinate, up to r-fold in the square. But
-    no second moment is below the square of its mean (Jensen), so v_hat >= m_hat^2 is kept: a refresh never spikes the step.
+    v (T*T) is the second moment in the new basis if the old coordinates were uncorrelated; of what a new direction has
+    outside the old span nothing is known: it takes the row's mean. The mean of a gradient that pointed along a diagonal of
+    the old basis adds up in one new coordinate, up to r-fold in the square, which v (T*T) does not know. But no second
+    moment is below the square of its mean (Jensen), so v_hat >= m_hat^2 is kept: a refresh does not spike the step.
     """
     beta1, beta2 = betas
-    carried = moment_dr @ overlap_rr.square()
+    shares_rr = overlap_rr.square()
+    unseen_r = (1.0 - shares_rr.sum(0)).clamp(min=0.0)
+    carried = torch.addcmul(moment_dr @ shares_rr, moment_dr.mean(1, keepdim=True), unseen_r)
+    if first_dr is None:
+        return carried
     return torch.maximum(carried, first_dr.square() * ((1.0 - beta2**step) / (1.0 - beta1**step) ** 2))
 
 

@@ -19,6 +19,7 @@ from logra import hashing
 from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
+from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
 from logra.sketch.split import bind, check_splittable, merge_targets, split_targets
@@ -33,7 +34,8 @@ class Proposal:
     """A step that has not been applied. At scale 1 it changes target i by U_i A_i (A scaled, as `Sketcher.basis` gives it).
 
     factors: (sum d, r) float32, the U of all targets stacked in the order of `Sketcher.names`, its sign included.
-    grad_norm: root of sum ||S||^2, an unbiased estimate of the dense gradient norm (E[A^T A] = I).
+    grad_norm: root of sum ||S||^2: with random bases an unbiased estimate of the dense gradient norm (E[A^T A] = I), with
+    aligned ones the norm of what they see of it.
     """
 
     factors: Tensor
@@ -228,30 +230,32 @@ class Sketcher:
             )
         self._check_attached()
         if proposal.is_zero:
+            self._bases.forget()
             return None
         update = self.quantize(proposal, scale)
+        following = self._bases.following(self.update_index + 1)
+        moments = self._carried(proposal.moments, following)
         apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
-        for key, moment in proposal.moments.items():
+        for key, moment in moments.items():
             self._moments[key].copy_(moment)
         self.update_index += 1
-        for name, overlap in self._bases.refresh(self.update_index).items():
-            self._carry(name, overlap)
+        self._bases.take(following)
         self.zero()
         return update
 
-    def _carry(self, name: str, overlap: Tensor) -> None:
-        """Take one target's moments over to its new basis."""
-        rows, options = self._rows[name], self.options
-        if FIRST in self._moments:
-            self._moments[FIRST][rows] = optimizers.carry_first(self._moments[FIRST][rows], overlap)
-        if SECOND in self._moments and options["optimizer"] == "adam":
-            self._moments[SECOND][rows] = optimizers.carry_second(
-                self._moments[SECOND][rows],
-                overlap,
-                self._moments[FIRST][rows],
-                self.update_index,
-                (options["beta1"], options["beta2"]),
-            )
+    def _carried(self, moments: Mapping[str, Tensor], following: Mapping[str, Basis]) -> Mapping[str, Tensor]:
+        """The next moments, taken over to the next bases in place, target by target."""
+        betas = (self.options["beta1"], self.options["beta2"])
+        for name, basis in following.items():
+            rows, overlap = self._rows[name], self.basis(name) @ basis.matrix.t()
+            if FIRST in moments:
+                moments[FIRST][rows] = optimizers.carry_first(moments[FIRST][rows], overlap)
+            if self.options["optimizer"] == "adam":
+                first = moments[FIRST][rows] if FIRST in moments else None
+                moments[SECOND][rows] = optimizers.carry_second(
+                    moments[SECOND][rows], overlap, first, self.update_index + 1, betas
+                )
+        return moments
 
     def quantize(self, proposal: Proposal, scale: float = 1.0) -> Update:
         """The Update that `apply` would make; nothing is changed."""

@@ -68,10 +68,11 @@ def test_one_round_gives_a_complete_record(tmp_path, capsys):
 
 
 def test_state_bytes_are_those_of_the_tensors():
-    options = step_time.parse([*TINY, "--methods", "dense", "lora", "logra"])
+    options = step_time.parse([*TINY, "--methods", "dense", "lora", "logra", "aligned"])
     contenders, ids, _ = step_time.prepare_contenders(options)
     _, sizes = step_time.warm_up(contenders, ids)
     adapters = 4 * 8 * (ROWS + COLUMNS)
+    ours = {"gradients": 0, "sketch": 4 * 8 * ROWS, "basis": 8 * COLUMNS, "optimizer_state": 4 * ROWS}
     assert sizes == {
         "dense": {"gradients": 4 * NUMEL, "optimizer_state": 8 * NUMEL + 4 * len(MATRICES)},
         "lora": {
@@ -79,7 +80,8 @@ def test_state_bytes_are_those_of_the_tensors():
             "adapters": adapters,
             "optimizer_state": 2 * adapters + 4 * 2 * len(MATRICES),
         },
-        "logra": {"gradients": 0, "sketch": 4 * 8 * ROWS, "basis": 8 * COLUMNS, "optimizer_state": 4 * ROWS},
+        "logra": ours | {"next_basis": 0},
+        "aligned": ours | {"next_basis": 4 * 8 * COLUMNS},  # in the first update all are due
     }
 
 

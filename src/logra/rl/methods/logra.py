@@ -51,6 +51,8 @@ class LograMethod:
         dense = choose_dense(model, dense_params, targets)
         if options.get("weights") == "split":
             compact_frozen(model, {*targets, *dense})
+        if options.get("beta1") is None and options.get("optimizer") == "adam":
+            options["beta1"] = betas[0]
         self.sketcher: Sketcher = attach(model, **{"beta2": betas[1], **options})
         for name, parameter in dense.items():
             parameter.data = parameter.data.float()
