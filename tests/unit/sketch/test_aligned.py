@@ -438,7 +438,7 @@ def test_state_is_strict():
         {**state, "basis_index": index | {sketcher.names[0]: 1}},
         {**state, "basis_index": index | {sketcher.names[0]: "x"}},
     ):
-        with pytest.raises(UpdateError, match="bas[ei]s"):
+        with pytest.raises(UpdateError, match=r"bas[ei]s"):
             sketcher.load_state_dict(broken)
     with pytest.raises(UpdateError, match="options"):
         attach(tiny_model(), rank=4, basis="random").load_state_dict(state)
