@@ -176,18 +176,25 @@ def check_update() -> str:
     from logra.sketch.block import apply_update, digest
     from logra.sketch.update import Update
 
-    model, other = tiny_model().to(_device()), tiny_model()  # type: ignore[arg-type]
-    before = digest(other)
-    sketcher, proposal, _ = _proposal(model)
-    update = sketcher.apply(proposal)
-    assert update is not None
-    sent = update.to_bytes()
-    apply_update(other, Update.from_bytes(sent))
-    if digest(model) == before:
-        raise Failed("the update changed nothing")
-    if digest(model) != digest(other):
-        raise Failed(f"the weights on {_device()} and on the cpu differ after the same update")
-    return f"a model on {_device()} and its copy on cpu hold the same bits (update of {len(sent):,} bytes)"
+    sizes = []
+    for basis in ("random", "aligned"):
+        model, other = tiny_model().to(_device()), tiny_model()  # type: ignore[arg-type]
+        before = digest(other)
+        sketcher, proposal, batch = _proposal(model, basis)
+        sent = b""
+        for _ in range(2):  # the second has a basis that was tracked
+            update = sketcher.apply(proposal)
+            assert update is not None
+            sent = update.to_bytes()
+            apply_update(other, Update.from_bytes(sent))
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+            proposal = sketcher.propose(1e-2)
+        sizes.append(f"{len(sent):,} bytes {basis}")
+        if digest(model) == before:
+            raise Failed("the update changed nothing")
+        if digest(model) != digest(other):
+            raise Failed(f"the weights on {_device()} and on the cpu differ after the same update, basis {basis}")
+    return f"a model on {_device()} and its copy on cpu hold the same bits (updates of {', '.join(sizes)})"
 
 
 def check_blocks() -> str:
@@ -245,14 +252,14 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _proposal(model: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _proposal(model: Any, basis: str = "random") -> tuple[Any, Any, dict[str, Any]]:
     """(sketcher, its proposal, the batch) after one backward pass of a fixed batch."""
     import torch
 
     from logra.sketch.sketcher import attach
 
     ids = torch.arange(2 * 12, device=next(model.parameters()).device).reshape(2, 12) % 40 + 4
-    sketcher = attach(model, rank=8)
+    sketcher = attach(model, rank=8, basis=basis)
     model(input_ids=ids, labels=ids).loss.backward()
     return sketcher, sketcher.propose(1e-2), {"input_ids": ids}
 

@@ -138,7 +138,7 @@ class Sketcher:
 
         The sketches of all targets, one (sum d, r) float32 tensor, and what is collected for the next aligned bases. The same
         shapes on every rank, also on one that had no rollouts. Ranks that sum them the same way (all_reduce) then propose,
-        apply and refresh bit for bit alike.
+        apply and refresh bit for bit alike, on equal hardware and thread counts (the QR is torch's).
         """
         self._is_dirty = True
         return [self._sketches, *self._bases.collected(self.update_index)]
