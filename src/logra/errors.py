@@ -48,6 +48,10 @@ class WrongBaseError(UpdateError):
     """An Update belongs to another run, other starting weights or another model."""
 
 
+class MissingBasisError(WrongBaseError):
+    """An Update goes on with an aligned basis that travelled in an earlier one, which this holder has not seen."""
+
+
 class MismatchError(UserError):
     """Rollout engine and trainer do not hold the same policy, or compute it too differently. Nothing was applied."""
 

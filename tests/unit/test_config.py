@@ -332,7 +332,7 @@ def test_identity_covers_what_a_run_computes_and_differences_name_it():
         == []
     )
     changed = cfg.differences(cfg.identity(first), cfg.identity(make(method__lr=0.5, seed=3)))
-    assert changed == ["method.lr was 4e-05, is 0.5", "seed was 42, is 3"]
+    assert changed == ["method.lr was 1e-05, is 0.5", "seed was 42, is 3"]
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,9 @@ def test_combinations_that_cannot_be(flags, words):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({}, ("aligned", 16, 4e-5)),
-        ({"method__basis": "random"}, ("random", 64, 1e-5)),
-        ({"method__name": "lora"}, ("aligned", 64, 1e-5)),
+        ({}, ("random", 64, 1e-5)),
+        ({"method__basis": "aligned"}, ("aligned", 16, 4e-5)),
+        ({"method__name": "lora", "method__basis": "aligned"}, ("aligned", 64, 1e-5)),
         ({"method__variant": "paper", "method__basis": "random", "method__rank": 256}, ("random", 256, 1.0)),
     ],
 )
@@ -378,11 +378,11 @@ def test_rank_and_lr_follow_the_basis(flags, expected):
     [
         ({"method__basis": "random", "method__optimizer": "adam"}, "drawn anew"),
         ({"method__basis": "random", "method__momentum": 0.9}, "drawn anew"),
-        ({"method__refresh": False}, "basis=random"),
-        ({"method__explore": 16}, "below rank"),
+        ({"method__basis": "aligned", "method__refresh": False}, "basis=random"),
+        ({"method__basis": "aligned", "method__explore": 16}, "below rank"),
         ({"method__basis": "random", "method__explore": 2}, "aligned"),
-        ({"method__rank": 16, "method__bits": 15}, "is above 8"),
-        ({"method__rank": 2000}, "is above 1040"),
+        ({"method__basis": "aligned", "method__rank": 16, "method__bits": 15}, "is above 8"),
+        ({"method__basis": "aligned", "method__rank": 2000}, "is above 1040"),
         ({"method__basis": "random", "method__rank": 1025, "method__bits": 15}, "is above 1024"),
         ({"method__variant": "paper", "method__optimizer": "adam"}, "paper"),
     ],

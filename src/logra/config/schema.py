@@ -50,7 +50,7 @@ class Method(Section):
     eps: float = Field(default=1e-8, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas for dense and lora, and those of logra's adam; its row_adam uses the second."""
-    basis: Literal["random", "gaussian", "aligned"] = "aligned"
+    basis: Literal["random", "gaussian", "aligned"] = "random"
     """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient."""
     optimizer: Literal["row_adam", "adam", "sgd"] = "row_adam"
     """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none."""

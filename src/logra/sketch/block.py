@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from logra.errors import UpdateError, WrongBaseError
+from logra.errors import MissingBasisError, UpdateError, WrongBaseError
 from logra.sketch import digest as digests
 from logra.sketch.split import bind_again, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
@@ -88,7 +88,7 @@ class Block:
             )
 
     def _check_basis(self, index: int, factor: Factor) -> None:
-        """Raise `WrongBaseError` unless an aligned factor brings its basis, or goes on with the one that is held here."""
+        """Raise `MissingBasisError` unless an aligned factor brings its basis, or goes on with the one that is held here."""
         rank = factor.q.shape[1]
         if factor.basis_index is None:
             raise UpdateError(f"update {index} does not say which Update brought the basis of {self.name}")
@@ -101,7 +101,7 @@ class Block:
             return
         if self.basis is None or self.basis_index != factor.basis_index:
             held = "none is held" if self.basis is None else f"the one of update {self.basis_index} is held"
-            raise WrongBaseError(
+            raise MissingBasisError(
                 f"update {index} goes on with the basis of {self.name} that travelled in update {factor.basis_index}, and here "
                 f"{held}: apply the Updates in order from that one on, or start from an anchor or a checkpoint, which hold it"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from logra.errors import DamagedUpdateError, UpdateOrderError, WrongBaseError
+from logra.errors import DamagedUpdateError, MissingBasisError, UpdateError, UpdateOrderError, WrongBaseError
 from logra.sync.anchors import AnchorInfo
 from logra.sync.log import LogInfo, Source, gone
 from logra.sync.packet import Packet
@@ -39,6 +39,7 @@ class Replay:
         self.replica = replica
         self.applied = 0
         self.rejoined = 0
+        self.mended = -1  # the Update that was refused before an anchor was loaded for it
 
     def advance(self, info: LogInfo, version: int | None, timeout_s: float) -> None:
         """Go to `version`; info: the log's, just asked for."""
@@ -116,10 +117,22 @@ class Replay:
             raise WrongBaseError(f"update {index} belongs to run {packet.run}, its log to run {info.run}")
         try:
             self.replica.apply(packet)
+            self.mended = -1
         except ForkedError as error:
-            self.load(self.source.info(), goal, str(error))
+            self._mend(index, self.source.info(), goal, error)
             self.rejoined += 1
+        except MissingBasisError as error:  # its weights came without the bases in force: an anchor further on has them
+            if not any(index <= anchor.version <= goal for anchor in info.anchors):
+                raise
+            self._mend(index, info, goal, error)
         self.applied = len(packet.update.names)
+
+    def _mend(self, index: int, info: LogInfo, goal: int, error: UpdateError) -> None:
+        """Load an anchor because Update `index` was refused; if that was done for it before, raise the refusal."""
+        if self.mended == index:
+            raise error
+        self.load(info, goal, str(error))
+        self.mended = index
 
     def _load_one(self, info: AnchorInfo) -> None:
         with self.source.read_anchor(info.version) as anchor:

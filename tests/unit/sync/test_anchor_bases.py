@@ -257,6 +257,29 @@ def test_the_publisher_sends_and_keeps_the_incremental_form(log):
             assert factor.basis is None or torch.equal(factor.basis, expected)
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_weights_without_bases_go_on_from_an_anchor_further_on(log, version):
+    """As of a replica that starts from an exported model."""
+    source = Replica(make_blocks())
+    bring_to(log, source, version)
+    blocks = {name: Block(name, block.master()) for name, block in source.blocks.items()}
+    replica = Replica(blocks, version=version, run=RUN, base=base_digest())
+    assert bring_to(log, replica) == 5 and replica.digest() == digest_at(5)
+
+
+def test_weights_without_bases_and_without_such_an_anchor_are_refused(log):
+    blocks = make_blocks()
+    bring_to(log, source := Replica(blocks), 4)
+    replica = Replica(
+        {n: Block(n, b.master()) for n, b in source.blocks.items()}, version=4, run=RUN, base=base_digest()
+    )
+    with log.read_anchor(4) as anchor:
+        info, file = anchor_file({name: anchor.tensor(name) for name in anchor.names}, digest_at(4))
+    log.read_anchor = lambda version: Anchor.from_bytes(info, file)  # no bases, and the head of another history
+    with pytest.raises(UpdateError, match=r"goes on with the basis|another history"):  # and no endless loading
+        bring_to(log, replica)
+
+
 def test_a_packet_that_skips_a_basis_is_refused_by_a_replica_without_it(log):
     """The right index, run and parent, and yet a basis that was never here."""
     replica = Replica(make_blocks())
