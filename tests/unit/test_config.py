@@ -384,7 +384,7 @@ def test_rank_and_lr_follow_the_basis(flags, expected):
         ({"method__basis": "aligned", "method__rank": 16, "method__bits": 15}, "is above 8"),
         ({"method__basis": "aligned", "method__rank": 2000}, "is above 1040"),
         ({"method__basis": "random", "method__rank": 1025, "method__bits": 15}, "is above 1024"),
-        ({"method__variant": "paper", "method__optimizer": "adam"}, "paper"),
+        ({"method__basis": "aligned", "method__variant": "paper", "method__optimizer": "adam"}, "paper"),
     ],
 )
 def test_bases_and_optimizers_that_do_not_go_together(flags, match):
