@@ -20,11 +20,13 @@ from torch import Tensor
 
 from logra import hashing
 from logra.errors import UpdateError
+from logra.sketch.basis import basis_key
 from logra.sketch.capture import Observer
 from logra.sketch.quantize import power_of_two
+from logra.sketch.saved import fitting
 
 LARGEST = 127
-SPREAD = 2
+SPREAD = 2  # the powers of two by which the scales of a basis' rows differ at most
 START = 2  # updates after which every basis is refreshed: from random signs to the inputs' subspace
 MEMORY = 0.8  # what the energies of the past count at the next refresh
 _FLOOR = 1e-6  # of all energy: what the old basis weighs where there is nothing else
@@ -32,7 +34,7 @@ _FLOOR = 1e-6  # of all energy: what the old basis weighs where there is nothing
 
 def start_block(seed: int, name: str, rank: int, columns: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """(q (r, k) int8, scale (r,) float32) before any input was seen: random signs, rows of a norm from 1 to 2."""
-    q = hashing.signs(hashing.derive_key(seed, "basis", name, 0), range(rank), range(columns), device)
+    q = hashing.signs(basis_key(seed, name, 0), range(rank), range(columns), device)
     exponent = -((columns.bit_length() - 1) // 2)
     return q, torch.full((rank,), 2.0**exponent, dtype=torch.float32, device=device)
 
@@ -159,8 +161,9 @@ class AlignedBases:
         """What update `index` adds up for its next bases: Y (k, r) of every target that is due, zeros if nothing came."""
         due = [name for name in self.bases if self.is_due(name, index)]
         for name in due:
-            q = self.bases[name].q
-            self.pending.setdefault(name, torch.zeros(q.shape[::-1], dtype=torch.float32, device=q.device))
+            if name not in self.pending:
+                q = self.bases[name].q
+                self.pending[name] = torch.zeros(q.shape[::-1], dtype=torch.float32, device=q.device)
         return [self.pending[name] for name in due]
 
     def forget(self) -> None:
@@ -218,9 +221,7 @@ _SAVED = {"basis": "q", "basis_scale": "scale", "basis_energy": "energy"}  # nam
 
 
 def _take(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
-    saved: Any = state.get(key)
-    if not isinstance(saved, torch.Tensor) or (saved.shape, saved.dtype) != (like.shape, like.dtype):
-        raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(like.shape)}")
+    saved = fitting(state, key, like)
     if saved.dtype == torch.float32 and not bool(torch.isfinite(saved).all()):
         raise UpdateError(f"the saved sketcher's {key!r} is not finite")
     return saved.to(like.device, copy=True)

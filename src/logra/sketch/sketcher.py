@@ -22,6 +22,7 @@ from logra.sketch import capture, optimizers, quantize
 from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
+from logra.sketch.saved import fitting
 from logra.sketch.split import bind, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
@@ -373,9 +374,7 @@ class Sketcher:
         if any(key.startswith("residual.") for key in state):
             needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
         for key, own in needed.items():
-            saved = state.get(key)
-            if saved is None or not isinstance(saved, Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
-                raise UpdateError(f"the saved sketcher lacks a fitting {key!r} tensor of shape {tuple(own.shape)}")
+            fitting(state, key, own)
         self._bases.load(state)
         self._sketches.zero_()
         for key, own in needed.items():
