@@ -11,7 +11,7 @@ from logra import config as cfg
 from logra.errors import CheckpointError, ConfigError
 from logra.rl.checkpoint import Checkpoint, CheckpointStore
 from logra.rl.history import History, find_tail, has_journal, open_journal, replay
-from logra.rl.methods.base import Method
+from logra.rl.methods.base import Method, below
 from logra.rl.methods.logra import LograMethod
 from logra.rl.run_dir import RunDir
 from logra.sync.http import Server, serve
@@ -74,7 +74,7 @@ def build_history(
     version = version_of(checkpoint)
     if checkpoint is not None:
         # not left to the trainer: the bases in force are needed where the journal leads on, and for its first anchor
-        own = {n.removeprefix("method."): t for n, t in checkpoint.tensors.items() if n.startswith("method.")}
+        own = below("method.", checkpoint.tensors)
         method.load_state(own, checkpoint.state["method"])
     name = config.model.name_or_path
     local = Path(name).expanduser()

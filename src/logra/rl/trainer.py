@@ -19,7 +19,7 @@ from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
 from logra.rl.engines.base import Engine, check_training_sampling
 from logra.rl.evaluate import EvalResult
-from logra.rl.methods.base import Method, StepResult, Writer
+from logra.rl.methods.base import Method, StepResult, Writer, below
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
@@ -339,7 +339,7 @@ class Trainer:
                 "the checkpoint was written with another algorithm.advantage: resume with the same one"
             )
         self.sampler.load_state_dict(state["sampler"])
-        own = {n.removeprefix("method."): t for n, t in tensors.items() if n.startswith("method.")}
+        own = below("method.", tensors)
         self.method.load_state(own, state["method"])
         if self.baseline is not None:
             self.baseline.load_state_dict(state["baseline"])

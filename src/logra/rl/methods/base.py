@@ -96,3 +96,8 @@ def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
             "resume with the settings the run was started with"
         )
     return saved
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
-from logra.rl.methods.base import Probe, Schedule, StepResult, Writer
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, below
 from logra.rl.methods.beside import choose_dense, compact_frozen
 from logra.rl.methods.dense import AdamWMethod
 from logra.sketch.block import Block, blocks_of, digest_blocks
@@ -149,21 +149,17 @@ class LograMethod:
         if ("beside" in state) != (self.beside is not None):
             raise CheckpointError("the checkpoint was written with other method.dense_params: resume with the same")
         try:
-            self.sketcher.load_state_dict({**state["sketcher"], **_below("sketcher.", tensors)})
+            self.sketcher.load_state_dict({**state["sketcher"], **below("sketcher.", tensors)})
         except UpdateError as error:
             raise CheckpointError(f"{error}: resume with the settings the run was started with") from error
         if self.trust is not None:
             self.trust.load_state_dict(state["trust"])
         if self.beside is not None:
-            self.beside.load_state(_below("beside.", tensors), state["beside"])
+            self.beside.load_state(below("beside.", tensors), state["beside"])
 
     def export(self, write: Writer, folder: Path) -> None:
         is_split = self.sketcher.options["weights"] == "split"
         write(self.model, folder, self.sketcher.masters() if is_split else None)
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _metrics(decision: Decision, trust: TrustRegion) -> dict[str, float]:
