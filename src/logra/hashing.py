@@ -76,7 +76,10 @@ def signs_of_many(
         return [torch.empty(len(rows), size, dtype=torch.int8, device=device) for size in sizes]
     counts = torch.tensor(sizes, device=device)
     low, high = ([key >> shift & MASK32 for key in keys] for shift in (0, 32))
-    key_0, key_1 = (torch.tensor(h, dtype=torch.int64, device=device).repeat_interleave(counts) for h in (low, high))
+    key_0, key_1 = (
+        torch.tensor(h, dtype=torch.int64, device=device).repeat_interleave(counts, output_size=sum(sizes))
+        for h in (low, high)
+    )
     column = torch.cat([torch.arange(c.start, c.stop, dtype=torch.int64, device=device) for c in columns])[None, :]
     first, last = rows.start // 128, (rows.stop - 1) // 128
     groups = torch.arange(first, last + 1, dtype=torch.int64, device=device)[:, None]

@@ -125,7 +125,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     )  # fmt: skip
     closers += [tracker.close for tracker in trackers]
     run.trainer = Trainer(
-        _plan(config),
+        make_plan(config),
         method=method,
         engine=engine,
         prompts=prompts,
@@ -155,7 +155,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     return run
 
 
-def _plan(config: cfg.Config) -> Plan:
+def make_plan(config: cfg.Config) -> Plan:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     assert algorithm.clip_low is not None and algorithm.clip_high is not None and algorithm.aggregation is not None
     loss = LossSettings(
@@ -168,6 +168,7 @@ def _plan(config: cfg.Config) -> Plan:
         kl_coef=algorithm.kl_coef,
         temperature=rollout.temperature,
         autocast=config.model.dtype == "bfloat16",
+        head_chunk=config.train.head_chunk,
     )
     return Plan(
         steps=config.train.steps,

@@ -260,6 +260,8 @@ class Train(Section):
     steps: int = Field(default=100, ge=1)
     microbatch_size: int = Field(default=8, ge=1)
     """Rollouts per forward and backward pass."""
+    head_chunk: int | None = Field(default=None, ge=0)
+    """Tokens whose logits exist at once; None: as many as fit 64 MiB (256 MiB on an accelerator), 0: all."""
 
 
 class Evaluation(Section):

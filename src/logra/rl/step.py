@@ -1,6 +1,6 @@
 """One batch of rollouts -> gradients (or sketches): log-probs, loss, backward, microbatch by microbatch.
 
-Shape legend: B rollouts, P prompt columns, C completion columns, V vocabulary. Weights of the batch hold the one global
+Shape legend: B rollouts, C completion columns, N tokens of them, V vocabulary. Weights of the batch hold the one global
 denominator of the optimizer step, so microbatch losses simply add up.
 """
 
@@ -14,13 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import NonFiniteError
+from logra.head import plain_head, token_logprobs
+from logra.region import region
 from logra.rl.batch import TrainBatch
 from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """See the fields of the same names in `logra.config.Algorithm`; temperature is the sampling temperature."""
+    """See the fields of the same names in `logra.config.Algorithm`; temperature is the sampling temperature.
+
+    head_chunk: tokens whose logits exist at once; None: as many as fit (`logra.head.chunk_size`), 0: all.
+    """
 
     kind: str = "ppo"
     clip_low: float = 0.2
@@ -31,34 +36,45 @@ class LossSettings:
     kl_coef: float = 0.0
     temperature: float = 1.0
     autocast: bool = False
+    head_chunk: int | None = None
 
 
-def completion_logits(model: nn.Module, batch: TrainBatch, settings: LossSettings) -> Tensor:
-    """Logits (B, C, V) that predict the completion tokens, float32, divided by the temperature.
+def policy_logprobs(
+    model: nn.Module, batch: TrainBatch, settings: LossSettings, mask_BC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(log-probs (B, C) of the completion tokens, entropies (B, C) without gradient), nats, float32; 0 where mask_BC is False.
 
-    Only the C + 1 last positions reach the output head. Values in padding are finite and meaningless: mask them.
+    Only the masked-in tokens reach the output head, a few at a time (`logra.head`): prompts and padding cost nothing there.
+    The result is connected to the graph even if no token is in.
     """
-    with torch.autocast(batch.completion_ids.device.type, torch.bfloat16, enabled=settings.autocast):
-        logits = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.completion_ids.shape[1] + 1,
-        ).logits
-    return logits[:, :-1].float() / settings.temperature
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    device = batch.completion_ids.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=settings.autocast), region("activations"):
+        head = plain_head(model)
+        if head is None:
+            logp_N, entropy_N = _from_whole_logits(model, inputs, batch, settings, mask_BC)
+        else:
+            hidden = head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1]
+            with region("logits"):
+                logp_N, entropy_N = token_logprobs(
+                    hidden[mask_BC], head.linear.weight, head.linear.bias, batch.completion_ids[mask_BC],
+                    temperature=settings.temperature, chunk=settings.head_chunk,
+                )  # fmt: skip
+    empty = torch.zeros(mask_BC.shape, dtype=logp_N.dtype, device=logp_N.device)
+    return empty.masked_scatter(mask_BC, logp_N), empty.masked_scatter(mask_BC, entropy_N)
 
 
-def token_logprobs(logits_BCV: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probs (B, C) of the ids, log-normalisers (B, C)), nats."""
-    normaliser_BC = torch.logsumexp(logits_BCV, dim=-1)
-    return logits_BCV.gather(-1, ids_BC[..., None]).squeeze(-1) - normaliser_BC, normaliser_BC
-
-
-@torch.no_grad()
-def entropy_of(logits_BCV: Tensor, normaliser_BC: Tensor) -> Tensor:
-    """Entropy (B, C) of the next-token distributions, nats, without gradient."""
-    return normaliser_BC - (torch.softmax(logits_BCV, dim=-1) * logits_BCV).sum(-1)
+def _from_whole_logits(
+    model: nn.Module, inputs: dict[str, Tensor], batch: TrainBatch, settings: LossSettings, mask_BC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, of a model that cannot be taken apart; its last positions alone reach the head."""
+    logits = model(**inputs, use_cache=False, logits_to_keep=mask_BC.shape[1] + 1).logits
+    logits_NV = logits[:, -mask_BC.shape[1] - 1 : -1][mask_BC].float() / settings.temperature
+    normaliser_N = torch.logsumexp(logits_NV, dim=-1)
+    logp_N = logits_NV.gather(-1, batch.completion_ids[mask_BC][:, None]).squeeze(-1) - normaliser_N
+    with torch.no_grad():
+        entropy_N = normaliser_N - (torch.softmax(logits_NV, dim=-1) * logits_NV).sum(-1)
+    return logp_N, entropy_N
 
 
 @torch.no_grad()
@@ -68,8 +84,8 @@ def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSe
     for start in range(0, len(batch), size):
         rows = range(start, min(start + size, len(batch)))
         part = batch.slice(rows)
-        logp, _ = token_logprobs(completion_logits(model, part, settings), part.completion_ids)
-        result[rows.start : rows.stop, : logp.shape[1]] = torch.where(part.completion_mask, logp, 0.0)
+        logp, _ = policy_logprobs(model, part, settings, part.completion_mask)
+        result[rows.start : rows.stop, : logp.shape[1]] = logp
     return result
 
 
@@ -109,10 +125,7 @@ def accumulate(
         rows = range(start, min(start + size, len(batch)))
         part = batch.slice(rows)
         columns = part.completion_ids.shape[1]
-        logits = completion_logits(model, part, settings)
-        logp, normaliser = token_logprobs(logits, part.completion_ids)
-        entropy = entropy_of(logits, normaliser)
-        del logits  # the graph keeps what it needs; the rest goes before the backward pass
+        logp, entropy = policy_logprobs(model, part, settings, part.loss_mask)
         old = None if old_logp is None else old_logp[rows.start : rows.stop, :columns]
         ref = None if reference_logp is None else reference_logp[rows.start : rows.stop, :columns]
         loss = _loss(part, logp, old, ref, settings, tally)
@@ -124,7 +137,8 @@ def accumulate(
             )
         _note(part, logp.detach() if old is None else old, entropy, tally)
         tally.add("loss", value)
-        loss.backward()
+        with region("activations"):
+            loss.backward()
 
 
 def _loss(

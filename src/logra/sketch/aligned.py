@@ -20,6 +20,7 @@ from torch import Tensor
 
 from logra import hashing
 from logra.errors import UpdateError
+from logra.region import region
 from logra.sketch.basis import basis_key
 from logra.sketch.capture import Observer
 from logra.sketch.quantize import power_of_two
@@ -151,7 +152,8 @@ class AlignedBases:
 
     def observe(self, name: str, x_Nk: Tensor, grad_Nd: Tensor, projected_Nr: Tensor) -> None:
         """Take in one microbatch: the layer's input, its output gradient, and x A^T."""
-        step = power_step(x_Nk, grad_Nd, projected_Nr)
+        with region("basis"):
+            step = power_step(x_Nk, grad_Nd, projected_Nr)
         if name in self.pending:
             self.pending[name].add_(step)
         else:
@@ -193,6 +195,11 @@ class AlignedBases:
         key = hashing.derive_key(self.seed, "explore", name, index)
         q = self.bases[name].q
         return hashing.signs(key, range(self.explore), range(q.shape[1]), q.device).float()
+
+    def held(self) -> list[Tensor]:
+        """The tensors in memory now: bases in force, and what is collected for the next."""
+        parts = [part for basis in self.bases.values() for part in (basis.q, basis.scale, basis.energy)]
+        return [*parts, *self.pending.values()]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, plain values): copies of everything that decides the next steps."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logra import hashing
 from logra.errors import UpdateError
+from logra.region import region
 
 KINDS = ("random", "gaussian", "aligned")
 _TOGETHER = 16  # enough to hide the cost of a call, few enough that the words of a pass are small beside the bases
@@ -102,7 +103,10 @@ class DrawnBases:
         if self._drawn != index:
             columns = [range(count) for count in self.columns.values()]
             self._blocks, self._drawn = {}, -1  # first, so that two sets never exist at once
-            blocks = draw_all(self.kind, self.seed, list(self.columns), index, range(self.rank), columns, self.device)
+            with region("basis"):
+                blocks = draw_all(
+                    self.kind, self.seed, list(self.columns), index, range(self.rank), columns, self.device
+                )
             self._blocks, self._drawn = dict(zip(self.columns, blocks, strict=True)), index
         return self._blocks[name]
 
@@ -130,6 +134,10 @@ class DrawnBases:
 
     def take(self, bases: Mapping[str, Any]) -> None:
         """Nothing to put in force."""
+
+    def held(self) -> list[Tensor]:
+        """The tensors in memory now."""
+        return list(self._blocks.values())
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Nothing: seed and index are all there is."""

@@ -294,7 +294,9 @@ class Sketcher:
         device = self._sketches.device
         streams = [hashing.derive_key("target", t.name) & hashing.MASK32 for t in self.targets]
         sizes = torch.tensor([t.out_features for t in self.targets], device=device)
-        stream = torch.repeat_interleave(torch.tensor(streams, dtype=torch.int64, device=device), sizes)
+        stream = torch.repeat_interleave(
+            torch.tensor(streams, dtype=torch.int64, device=device), sizes, output_size=len(self._sketches)
+        )
         numbers = [torch.arange(t.out_features, dtype=torch.int64, device=device) for t in self.targets]
         return stream, torch.cat(numbers)
 
@@ -337,6 +339,15 @@ class Sketcher:
             blocks[name].load(value.t() if self._by_name[name].transposed else value)
 
     # -- state --------------------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The tensors it keeps beside the model's own, by kind: residual, basis, sketch, optimizer."""
+        return {
+            "residual": list(self._residuals.values()),
+            "basis": self._bases.held(),
+            "sketch": [self._sketches],
+            "optimizer": list(self._moments.values()),
+        }
 
     def state_dict(self, residuals: bool = True) -> dict[str, Any]:
         """Tensors and plain values: everything but the weights that a bit-identical continuation needs.

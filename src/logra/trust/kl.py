@@ -15,28 +15,21 @@ from logra.sketch.sketcher import Proposal, Sketcher
 from logra.trust import probe
 
 MODES = ("auto", "forward", "finite_difference")
-_CHUNK = 64  # contexts reduced at a time in float64
 
 
-def half_variance(logits_NV: Tensor, derivative_NV: Tensor, temperature: float = 1.0) -> float:
-    """Mean over N of 1/2 Var_p(z_dot / T), in float64."""
-    total = 0.0
-    for z, z_dot in zip(logits_NV.split(_CHUNK), derivative_NV.split(_CHUNK), strict=True):
-        p = torch.softmax(z.double() / temperature, dim=-1)
-        slope = z_dot.double() / temperature
-        centred = slope - (p * slope).sum(-1, keepdim=True)
-        total += float(0.5 * (p * centred.square()).sum())
-    return total / len(logits_NV)
+def half_variances(logits_NV: Tensor, derivative_NV: Tensor, temperature: float = 1.0) -> Tensor:
+    """1/2 Var_p(z_dot / T) of each context, (N,) float64."""
+    p = torch.softmax(logits_NV.double() / temperature, dim=-1)
+    slope = derivative_NV.double() / temperature
+    slope -= (p * slope).sum(-1, keepdim=True)
+    return p.mul_(slope.square_()).sum(-1) / 2
 
 
-def mean_kl(old_NV: Tensor, new_NV: Tensor, temperature: float = 1.0) -> float:
-    """Mean over N of KL(softmax(old / T) || softmax(new / T)) in nats, in float64."""
-    total = 0.0
-    for old, new in zip(old_NV.split(_CHUNK), new_NV.split(_CHUNK), strict=True):
-        log_p = torch.log_softmax(old.double() / temperature, dim=-1)
-        log_q = torch.log_softmax(new.double() / temperature, dim=-1)
-        total += float((log_p.exp() * (log_p - log_q)).sum())
-    return total / len(old_NV)
+def kls(old_NV: Tensor, new_NV: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(softmax(old / T) || softmax(new / T)) of each context in nats, (N,) float64."""
+    log_p = torch.log_softmax(old_NV.double() / temperature, dim=-1)
+    log_q = torch.log_softmax(new_NV.double() / temperature, dim=-1)
+    return log_q.neg_().add_(log_p).mul_(log_p.exp_()).sum(-1)
 
 
 def predict_kl(
@@ -50,7 +43,7 @@ def predict_kl(
 ) -> float:
     """Predicted KL (nats per token) of applying the proposal at scale 1; at scale a it is a^2 times that.
 
-    batch: see `logra.trust.probe.context_logits`. mode: "forward" (exact derivative), "finite_difference", or "auto": the
+    batch: see `logra.trust.probe.contexts`. mode: "forward" (exact derivative), "finite_difference", or "auto": the
     first, and the second where an operation has no forward-mode rule. Raises `NonFiniteError` if the result is not finite.
     """
     if mode not in MODES:
@@ -58,15 +51,16 @@ def predict_kl(
     if proposal.is_zero:
         return 0.0
     if mode == "finite_difference":
-        logits, derivative = probe.finite_difference(model, sketcher, proposal, batch)
+        found, slopes = probe.finite_difference(model, sketcher, proposal, batch)
     else:
         try:
-            logits, derivative = probe.forward_derivative(model, sketcher, proposal, batch)
+            found, slopes = probe.forward_derivative(model, sketcher, proposal, batch)
         except (NotImplementedError, RuntimeError) as error:
             if mode == "forward" or not _lacks_rule(error):
                 raise
-            logits, derivative = probe.finite_difference(model, sketcher, proposal, batch)
-    q = half_variance(logits, derivative, temperature)
+            found, slopes = probe.finite_difference(model, sketcher, proposal, batch)
+    with torch.no_grad():
+        q = sum(float(half_variances(z, z_dot, temperature).sum()) for z, z_dot in found.logits(slopes)) / len(found)
     if not 0.0 <= q < float("inf"):
         raise NonFiniteError(f"the predicted KL is {q}; the step was not applied")
     return q
@@ -90,10 +84,11 @@ def measure_kl(
     if proposal.is_zero or scale == 0.0:
         return 0.0
     with probe.quiet(model):
-        old = probe.context_logits(model, batch)
+        old = probe.contexts(model, batch)
         with probe.branch(sketcher, proposal, scale):
-            new = probe.context_logits(model, batch)
-    kl = mean_kl(old, new, temperature)
+            new = probe.contexts(model, batch)
+        pairs = zip(old.logits(), new.logits(), strict=True)
+        kl = sum(float(kls(z, z_new, temperature).sum()) for (z,), (z_new,) in pairs) / len(old)
     if kl != kl or kl == float("inf"):
         raise NonFiniteError(f"the measured KL is {kl}; the step was not applied")
     return kl

@@ -1,10 +1,10 @@
-"""Looking at a step before it is taken: logits along a proposal, without touching a weight.
+"""Looking at a step before it is taken: the policy along a proposal, without touching a weight.
 
 Everything goes through hooks on the targets. `tangents` adds the proposal's own tangent -(x A^T) U^T, in forward mode, to the
 one flowing in from earlier layers; `branch` adds the finite low-rank branch y + eps (x A^T) U^T. Neither adds to and subtracts
 from W, which would drift.
 
-Legend: B rows, T tokens, V vocabulary, N contexts (positions that predict a generated token), r rank.
+Legend: B rows, T tokens, H hidden size, V vocabulary, N contexts (positions that predict a generated token), r rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,39 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from logra.errors import UserError
+from logra.head import LEAST, Head, in_compute_dtype, plain_head
 from logra.sketch.capture import Scale
 from logra.sketch.sketcher import Proposal, Sketcher
 
 Batch = Mapping[str, Tensor]
+_CHUNK_BYTES = 32 << 20  # of float64 logits at once
 
 
-def context_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits (N, V) at the positions that predict a generated token.
+@dataclass(frozen=True)
+class Contexts:
+    """What predicts the generated tokens: states (N, H) before a plain output head, or logits (N, V) where there is none."""
+
+    states: Tensor
+    head: Head | None
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def logits(self, *directions: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Chunks of (logits (n, V), and what moving the states along each direction (N, H) does to them)."""
+        parts = (self.states, *directions)
+        if self.head is None:
+            yield from zip(*(part.split(LEAST) for part in parts), strict=True)
+            return
+        weight, bias = in_compute_dtype(self.head.linear.weight, self.head.linear.bias, self.states)
+        size = max(1, _CHUNK_BYTES // (8 * len(weight)))
+        with torch.autocast(weight.device.type, enabled=False):
+            for first, *rest in zip(*(part.to(weight.dtype).split(size) for part in parts), strict=True):
+                yield functional.linear(first, weight, bias), *(functional.linear(part, weight) for part in rest)
+
+
+def contexts(model: nn.Module, batch: Batch) -> Contexts:
+    """The positions that predict a generated token.
 
     batch: `input_ids` (B, T); `attention_mask` (B, T), optional; `completion_mask` (B, T), true at generated tokens,
     default: every attended token but the first of a row. Position ids are made from the attention mask, as models with
@@ -43,16 +69,18 @@ def context_logits(model: nn.Module, batch: Batch) -> Tensor:
     generated = batch.get("completion_mask")
     if generated is None:
         generated = (attention > 0) & (positions > 0)
-    contexts = generated.bool()[:, 1:]  # position t predicts token t + 1
-    if not bool(contexts.any()):
+    chosen = generated.bool()[:, 1:]  # position t predicts token t + 1
+    if not bool(chosen.any()):
         raise UserError("the probe batch has no generated token: pass rollouts with a non-empty completion")
-    first = int(contexts.any(0).float().argmax())
-    options: dict[str, Any] = {"attention_mask": attention, "position_ids": positions, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attention, "position_ids": positions}
+    head = plain_head(model)
+    if head is not None:
+        return Contexts(head.hidden(**inputs)[:, :-1][chosen], head)
+    first = int(chosen.any(0).float().argmax())
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = ids.shape[1] - first
-    logits = model(input_ids=ids, **options).logits
-    logits = logits[:, -(ids.shape[1] - first) :][:, :-1]
-    return logits[contexts[:, first:]]
+        inputs["logits_to_keep"] = ids.shape[1] - first
+    logits = model(**inputs, use_cache=False).logits
+    return Contexts(logits[:, -(ids.shape[1] - first) :][:, :-1][chosen[:, first:]], None)
 
 
 @contextlib.contextmanager
@@ -123,19 +151,23 @@ def _tangents(sketcher: Sketcher, proposal: Proposal) -> Iterator[None]:
         yield
 
 
-def forward_derivative(model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(z, z_dot), each (N, V): logits and their derivative along the proposal, by forward-mode differentiation.
+def forward_derivative(
+    model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch
+) -> tuple[Contexts, Tensor]:
+    """(contexts, the derivative of their states along the proposal, of their shape), by forward-mode differentiation.
 
     Needs eager attention or SDPA's math kernel (chosen here); fused kernels have no forward-mode rule and raise.
     """
+    plain_head(model)  # it is looked at once, before anything is hooked
     with quiet(model), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level(), _tangents(sketcher, proposal):
-        logits, tangent = forward_ad.unpack_dual(context_logits(model, batch))
-        return logits, torch.zeros_like(logits) if tangent is None else tangent
+        found = contexts(model, batch)
+        states, tangent = forward_ad.unpack_dual(found.states)
+        return Contexts(states, found.head), torch.zeros_like(states) if tangent is None else tangent
 
 
 def finite_difference(
     model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch, relative: float = 1e-3
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Contexts, Tensor]:
     """The same by central differences, with a step of `relative` times the weights' norm (two more forward passes)."""
     weight_square = sum(float(t.weight.detach().norm()) ** 2 for t in sketcher.targets)
     step_square = sum(float((proposal.factor(n) @ sketcher.basis(n)).norm()) ** 2 for n in sketcher.names)
@@ -143,9 +175,9 @@ def finite_difference(
         raise UserError("the proposal is zero: there is nothing to differentiate along")
     eps = relative * (weight_square / step_square) ** 0.5
     with quiet(model):
-        logits = context_logits(model, batch)
+        found = contexts(model, batch)
         with branch(sketcher, proposal, eps):
-            above = context_logits(model, batch)
+            above = contexts(model, batch).states
         with branch(sketcher, proposal, -eps):
-            below = context_logits(model, batch)
-    return logits, (above.float() - below.float()) / (2.0 * eps)
+            below = contexts(model, batch).states
+    return found, (above.float() - below.float()) / (2.0 * eps)

@@ -61,6 +61,10 @@ class Method(Protocol):
         """Tensors and JSON values of everything but the base weights."""
         ...
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What it keeps between steps, the model included, by kind (`logra.memory.meter.KINDS`): the tensors themselves."""
+        ...
+
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None: ...
 
     def export(self, write: Writer, folder: Path) -> None:
@@ -84,6 +88,11 @@ class Schedule:
             return self.lr
         progress = min((update - self.warmup) / max(1, self.total - self.warmup), 1.0)
         return self.lr * (1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def held_weights(model: nn.Module) -> list[Tensor]:
+    """Every parameter and buffer of a model."""
+    return [*model.parameters(), *model.buffers()]
 
 
 def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

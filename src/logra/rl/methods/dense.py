@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from logra import hashing
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
-from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, take
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
 from logra.sketch.targets import Skipped, check_float32, select_targets
 
 
@@ -94,6 +94,14 @@ class AdamWMethod:
                 "exp_avg_sq": take(tensors, f"exp_avg_sq.{name}", parameter).to(parameter.device).clone(),
             }
         self.num_updates = int(state["num_updates"])
+
+    def held(self) -> dict[str, list[Tensor]]:
+        return {"weights": held_weights(self.model), **self.held_state()}
+
+    def held_state(self) -> dict[str, list[Tensor]]:
+        """Gradients and moments, without the model."""
+        moments = [t for slots in self.optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
+        return {"gradients": [p.grad for p in self.parameters.values() if p.grad is not None], "optimizer": moments}
 
     def export(self, write: Writer, folder: Path) -> None:
         write(self.model, folder, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
-from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, below
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, below, held_weights
 from logra.rl.methods.beside import choose_dense, compact_frozen
 from logra.rl.methods.dense import AdamWMethod
 from logra.sketch.block import Block, blocks_of, digest_blocks
@@ -156,6 +156,11 @@ class LograMethod:
             self.trust.load_state_dict(state["trust"])
         if self.beside is not None:
             self.beside.load_state(below("beside.", tensors), state["beside"])
+
+    def held(self) -> dict[str, list[Tensor]]:
+        beside = self.beside.held_state() if self.beside is not None else {}
+        found = {"weights": held_weights(self.model), **self.sketcher.held()}
+        return {kind: [*found.get(kind, []), *beside.get(kind, [])] for kind in {**found, **beside}}
 
     def export(self, write: Writer, folder: Path) -> None:
         is_split = self.sketcher.options["weights"] == "split"

@@ -1,0 +1,162 @@
+"""One training step on tensors without data: the same model, method, loss and optimizer code, so the plan is what will happen.
+
+Needs the model's configuration only, no weights, no accelerator, seconds of one core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from logra import config as cfg
+from logra.build.model import build_method
+from logra.build.run import make_plan
+from logra.memory.fake import FakeMeter, Phase, fake_tensors
+from logra.region import region
+from logra.rl.batch import TrainBatch
+from logra.rl.engines.sampling import choose
+from logra.rl.methods.base import Method
+from logra.rl.models import prepare
+from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
+
+ROLLOUT, GRADIENT, UPDATE = PHASES = ("rollout", "gradient", "update")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan is for, beside the configuration: tokens of a prompt and of a response, all of them in use.
+
+    rows: rollouts of one microbatch. decoded: responses that are sampled at once.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+    decoded: int
+
+
+def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -> dict[str, Phase]:
+    """Bytes by kind at the peaks of each phase of one step, and on average.
+
+    Two microbatches, so that the second meets what the first left. Everything lives on one device; `residual` and `offloaded`
+    are kinds of their own, so whoever plans may count them elsewhere.
+    """
+    plan = make_plan(config)
+    with fake_tensors() as meter, _moves_ignored():
+        model = _model(config, model_config)
+        prepare(model, config.model.gradient_checkpointing)
+        method = build_method(config, model)
+        _register(meter, method)
+        meter.watch_gradients(method.model.parameters())
+        reference = None
+        if config.algorithm.kl_coef:
+            with region("weights"):
+                reference = _model(config, model_config).requires_grad_(False)
+        with meter.plan_phase(ROLLOUT), region("kv_cache"):
+            _decode(model, shape, config.model.dtype == "bfloat16")
+        with meter.plan_phase(GRADIENT), region("activations"):
+            batch = _batch(2 * shape.rows, shape)
+            _gradient(method, batch, shape, plan.loss, plan.updates_per_step, reference)
+        probe = _probe(plan.probe_rollouts, min(shape.prompt + shape.response, plan.probe_max_tokens))
+        with meter.plan_phase(UPDATE), region("workspace"):
+            method.step(lambda: probe, plan.loss.temperature)
+    return meter.planned
+
+
+def _model(config: cfg.Config, model_config: PretrainedConfig) -> PreTrainedModel:
+    dtype = torch.bfloat16 if config.method.weights == "split" else torch.float32
+    with region("weights"):
+        return AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=config.model.attn_implementation
+        )
+
+
+def _register(meter: FakeMeter, method: Method) -> None:
+    """By kind; what the step draws or makes when it is first used is there beforehand, as from the second step on."""
+    sketcher = getattr(method, "sketcher", None)
+    if sketcher is not None:
+        sketcher.basis_block(sketcher.names[0])
+    for kind, tensors in method.held().items():
+        meter.register(kind, tensors)
+
+
+def _decode(model: PreTrainedModel, shape: Shape, autocast: bool) -> None:
+    """The prompts, then the last token of every response with all the others in the cache."""
+    rows, device = shape.decoded, torch.device("cpu")
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        model.eval()
+        ids = torch.zeros(rows, shape.prompt, dtype=torch.int64)
+        mask = torch.ones(rows, shape.prompt + shape.response, dtype=torch.int64)
+        output = model(input_ids=ids, attention_mask=mask[:, : shape.prompt], use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        for index, layer in enumerate(cache.layers):
+            grown = [
+                layer.keys.new_empty(*t.shape[:2], shape.response - 1, t.shape[3]) for t in (layer.keys, layer.values)
+            ]
+            cache.update(*grown, index)
+        output = model(
+            input_ids=ids[:, :1], attention_mask=mask, position_ids=mask[:, -1:], past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        with region("logits"):
+            choose(output.logits[:, -1], torch.zeros(rows, dtype=torch.float64), 1.0)
+
+
+def _gradient(
+    method: Method,
+    batch: TrainBatch,
+    shape: Shape,
+    loss: LossSettings,
+    updates: int,
+    reference: nn.Module | None,
+) -> None:
+    method.zero()
+    old = logprobs_of(method.model, batch, shape.rows, loss) if updates > 1 else None
+    of_reference = logprobs_of(reference, batch, shape.rows, loss) if reference is not None else None
+    accumulate(method.model, batch, shape.rows, loss, old_logp=old, reference_logp=of_reference, tally=Tally())
+
+
+class _FullBatch(TrainBatch):
+    """A batch whose every token is real: slices need no look at the masks."""
+
+    def slice(self, indices: Sequence[int] | Tensor) -> TrainBatch:
+        return _FullBatch(**{f.name: getattr(self, f.name)[: len(indices)] for f in fields(self)})
+
+
+def _batch(rows: int, shape: Shape) -> TrainBatch:
+    def ids(columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=torch.int64)
+
+    def of_rows(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(rows, dtype=dtype)
+
+    return _FullBatch(
+        prompt_ids=ids(shape.prompt), prompt_mask=ids(shape.prompt).bool(), completion_ids=ids(shape.response),
+        completion_mask=ids(shape.response).bool(), rollout_logprobs=ids(shape.response).float(),
+        advantages=of_rows(torch.float32), weights=of_rows(torch.float32), group_ids=of_rows(torch.int64),
+        dropped=of_rows(torch.bool), terminated=of_rows(torch.bool),
+    )  # fmt: skip
+
+
+def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
+    return {
+        name: torch.ones(rows, tokens, dtype=torch.int64) for name in ("input_ids", "attention_mask", "completion_mask")
+    }
+
+
+@contextlib.contextmanager
+def _moves_ignored() -> Iterator[None]:
+    """Moving a module is for its data, and there is none: peft moves adapters, which fake parameters do not survive."""
+
+    def to(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return module
+
+    with mock.patch.object(nn.Module, "to", to):
+        yield

@@ -1,0 +1,1 @@
+"""Memory by kind: measured while a step runs, and planned before anything does."""
