@@ -25,7 +25,7 @@ from logra.sync.journal import Journal
 from logra.sync.packet import Packet
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
-TIMES = {"step_time", "time/rollout", "memory/peak_bytes"}
+TIMES = {"step_time", "time/rollout"}  # and the memory of the process
 SMALL = {
     "train.steps": 4,
     "eval": None,
@@ -68,7 +68,9 @@ def train(folder, stop=None, on_step=None, **flags):
 
 def records(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES and not k.startswith("memory/")} for line in lines
+    ]
 
 
 class Digests:

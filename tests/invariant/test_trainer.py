@@ -42,7 +42,7 @@ KINDS = {
     "beside": {"method.dense_params": ["norms", "head"], "method.dense_lr": 1e-3},
     "split beside": SPLIT | {"method.dense_params": ["embeddings"], "method.dense_lr": 1e-3},
 }
-TIMES = {"step_time", "time/rollout", "memory/peak_bytes"}
+TIMES = {"step_time", "time/rollout"}  # and the memory of the process
 
 
 def settings(folder, **flags):
@@ -62,7 +62,9 @@ def train(folder, **flags):
 
 def records(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES and not k.startswith("memory/")} for line in lines
+    ]
 
 
 def load(folder):

@@ -18,6 +18,7 @@ from logra.build.engine import build_engine
 from logra.build.history import build_history, read_checkpoint, read_tail, start_serving, sync_token
 from logra.build.model import build_base, build_method, build_model, build_reference, model_card
 from logra.integrations.trackers import make_trackers
+from logra.memory.gauge import StepGauge
 from logra.rl.checkpoint import CheckpointStore
 from logra.rl.data import PromptSet
 from logra.rl.evaluate import EvalResult
@@ -141,7 +142,11 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         reference=reference,
         listeners=[_TrackerListener(tracker) for tracker in trackers],
         identity=cfg.identity(config),
-    )
+        gauge=StepGauge(
+            next(model.parameters()).device, method.held, method.model.parameters, enabled=config.log.memory,
+            folder=folder.path / "memory", timelines=config.log.memory_timelines,
+        ),
+    )  # fmt: skip
     if start is not None:
         run.trainer.load(start.tensors, start.values if isinstance(start, TailState) else start.state)
     if history is not None:

@@ -342,6 +342,10 @@ class Log(Section):
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     project: str = "logra"
     completions: bool = True
+    memory: bool = True
+    """Measure every step's memory by kind."""
+    memory_timelines: list[int] = Field(default_factory=lambda: [1, 2])
+    """Steps whose memory over time is written to memory/step_NNNNNN.json (CPU)."""
 
 
 class Config(Section):

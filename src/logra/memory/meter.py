@@ -1,4 +1,4 @@
-"""Bytes of live tensor storages by kind, seen by a dispatch mode: exact on the CPU, and on fake tensors, which is how plans are made.
+"""Bytes of live tensor storages by kind, seen by a dispatch mode: exact on the CPU, and on fake tensors, which plans run on.
 
 A storage counts once, from the operation that made it to its release, under the kind it was registered as, or else the region
 (`logra.region`) it was made in. What torch does not allocate as a tensor (the interpreter, kernels' own scratch) is not seen.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, MismatchError, RewardError
+from logra.memory.gauge import GRADIENT, ROLLOUT, UPDATE, StepGauge
 from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages, find_advantage
 from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
@@ -94,6 +93,7 @@ class Trainer:
         reference: nn.Module | None = None,
         listeners: Sequence[Listener] = (),
         identity: Mapping[str, Any] | None = None,
+        gauge: StepGauge | None = None,
     ):
         check_training_sampling(plan.sampling)
         find_advantage(plan.advantage, dict(plan.advantage_params))
@@ -105,6 +105,7 @@ class Trainer:
         self.listeners = list(listeners)
         self.identity = dict(identity or {})  # stored in checkpoints, compared by whoever resumes
         self.device = next(method.model.parameters()).device
+        self.gauge = gauge or StepGauge(self.device, method.held, method.model.parameters)
         self.baseline = RunningBaseline() if plan.advantage == "running_baseline" else None
         self.step = 0  # finished steps
         self.num_skipped = 0
@@ -119,13 +120,15 @@ class Trainer:
             self.evaluate()
         while self.step < self.plan.steps:
             started = time.perf_counter()
+            self.gauge.begin()
             prompts = [self.prompts[i] for i in self.sampler.next_batch()]
             rollouts = self.rollout(prompts)
             rollout_s = time.perf_counter() - started
             scores = self.rewards.score_rollouts(rollouts)
             advantages = self.advantages(rollouts, scores)
             batch = self.batch(rollouts, advantages)
-            metrics = self.update(batch)
+            with self.gauge.watch(self.step + 1):
+                metrics = self.update(batch)
             self.commit(scores, metrics)
             self.step += 1
             metrics |= {"step_time": time.perf_counter() - started, "time/rollout": rollout_s}
@@ -144,7 +147,8 @@ class Trainer:
         Raises `MismatchError` if the engine sampled from another version than the trainer's.
         """
         sampling = replace(self.plan.sampling, step=self.step)
-        rollouts = self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
+        with self.gauge.phase(ROLLOUT):
+            rollouts = self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
         strange = sorted({r.version for r in rollouts} - {self.method.num_updates})
         if strange:
             raise MismatchError(
@@ -186,10 +190,11 @@ class Trainer:
         """All optimizer updates of one batch of rollouts; counts those skipped because nothing could be learned."""
         plan, count = self.plan, self.plan.updates_per_step
         old = reference = None
-        if count > 1:
-            old = logprobs_of(self.method.model, batch, plan.microbatch_size, plan.loss)
-        if self.reference is not None:
-            reference = logprobs_of(self.reference, batch, plan.microbatch_size, plan.loss)
+        with self.gauge.phase(GRADIENT):
+            if count > 1:
+                old = logprobs_of(self.method.model, batch, plan.microbatch_size, plan.loss)
+            if self.reference is not None:
+                reference = logprobs_of(self.reference, batch, plan.microbatch_size, plan.loss)
         tally, metrics, applied = Tally(), {}, 0
         for index in range(count):
             rows = range(index * len(batch) // count, (index + 1) * len(batch) // count)
@@ -209,22 +214,18 @@ class Trainer:
         plan, method, own = self.plan, self.method, Tally()
         tally_is_continued = bool(tally.sums)  # a later update of the same rollouts: the policy has moved on purpose
         method.zero()
-        accumulate(
-            method.model,
-            part,
-            plan.microbatch_size,
-            plan.loss,
-            old_logp=old,
-            reference_logp=reference,
-            tally=own,
-        )
+        with self.gauge.phase(GRADIENT):
+            accumulate(
+                method.model, part, plan.microbatch_size, plan.loss, old_logp=old, reference_logp=reference, tally=own
+            )
         _merge(own, tally)
         if not tally_is_continued:
             self._check_mismatch(own)
         gap = _terminated_gap(own)
         if gap is not None:
             method.observe_mismatch(gap)
-        result = method.step(lambda: self.probe(part), plan.loss.temperature)
+        with self.gauge.phase(UPDATE):
+            result = method.step(lambda: self.probe(part), plan.loss.temperature)
         if result.applied:
             message = result.message
             if self.recorder is not None and message is not None:
@@ -293,7 +294,7 @@ class Trainer:
             "skipped_steps": self.num_skipped,
             "num_updates": self.method.num_updates,
             "num_tokens": self.num_tokens,
-            "memory/peak_bytes": _peak_bytes(self.device),
+            **self.gauge.metrics(),
         }
         self.metrics.write(record)
         if self.completions is not None:
@@ -396,11 +397,3 @@ def _completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
         "completions/mean_terminated_length": sum(ended) / len(ended) if ended else 0.0,
     }
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Peak bytes so far: allocated on an accelerator, resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
