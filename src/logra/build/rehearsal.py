@@ -6,6 +6,7 @@ Needs the model's configuration only, no weights, no accelerator, seconds of one
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,15 +17,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from logra import config as cfg
+from logra import head
 from logra.build.model import build_method
 from logra.build.run import make_plan
 from logra.memory.fake import FakeMeter, Phase, fake_tensors
 from logra.region import region
 from logra.rl.batch import TrainBatch
+from logra.rl.engines.hf import eval_mode
 from logra.rl.engines.sampling import choose
 from logra.rl.methods.base import Method
 from logra.rl.models import prepare
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
+from logra.sketch.block import Block
+from logra.trust import probe
 
 ROLLOUT, GRADIENT, UPDATE = PHASES = ("rollout", "gradient", "update")
 
@@ -49,7 +54,7 @@ def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -
     are kinds of their own, so whoever plans may count them elsewhere.
     """
     plan = make_plan(config)
-    with fake_tensors() as meter, _moves_ignored():
+    with fake_tensors() as meter, _shortened():
         model = _model(config, model_config)
         prepare(model, config.model.gradient_checkpointing)
         method = build_method(config, model)
@@ -64,9 +69,9 @@ def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -
         with meter.plan_phase(GRADIENT), region("activations"):
             batch = _batch(2 * shape.rows, shape)
             _gradient(method, batch, shape, plan.loss, plan.updates_per_step, reference)
-        probe = _probe(plan.probe_rollouts, min(shape.prompt + shape.response, plan.probe_max_tokens))
+        contexts = _probe(plan.probe_rollouts, min(shape.prompt + shape.response, plan.probe_max_tokens))
         with meter.plan_phase(UPDATE), region("workspace"):
-            method.step(lambda: probe, plan.loss.temperature)
+            method.step(lambda: contexts, plan.loss.temperature)
     return meter.planned
 
 
@@ -89,9 +94,8 @@ def _register(meter: FakeMeter, method: Method) -> None:
 
 def _decode(model: PreTrainedModel, shape: Shape, autocast: bool) -> None:
     """The prompts, then the last token of every response with all the others in the cache."""
-    rows, device = shape.decoded, torch.device("cpu")
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        model.eval()
+    rows = shape.decoded
+    with eval_mode(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ids = torch.zeros(rows, shape.prompt, dtype=torch.int64)
         mask = torch.ones(rows, shape.prompt + shape.response, dtype=torch.int64)
         output = model(input_ids=ids, attention_mask=mask[:, : shape.prompt], use_cache=True, logits_to_keep=1)
@@ -152,11 +156,22 @@ def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _moves_ignored() -> Iterator[None]:
-    """Moving a module is for its data, and there is none: peft moves adapters, which fake parameters do not survive."""
+def _shortened() -> Iterator[None]:
+    """What repeats in equal chunks is done twice, which allocates all that it ever does; modules stay where they are.
+
+    Moving a module is for its data, and there is none: peft moves adapters, which fake parameters do not survive.
+    """
 
     def to(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return module
 
-    with mock.patch.object(nn.Module, "to", to):
+    def twice(loop: Any) -> Any:
+        return lambda *arguments: itertools.islice(loop(*arguments), 2)
+
+    with (
+        mock.patch.object(nn.Module, "to", to),
+        mock.patch.object(head, "_slices", twice(head._slices)),
+        mock.patch.object(probe.Contexts, "logits", twice(probe.Contexts.logits)),
+        mock.patch.object(Block, "_chunks", twice(Block._chunks)),
+    ):
         yield

@@ -50,20 +50,28 @@ def predict_kl(
         raise ConfigError(f"mode={mode!r} is not known: use one of {MODES}")
     if proposal.is_zero:
         return 0.0
-    if mode == "finite_difference":
-        found, slopes = probe.finite_difference(model, sketcher, proposal, batch)
-    else:
-        try:
-            found, slopes = probe.forward_derivative(model, sketcher, proposal, batch)
-        except (NotImplementedError, RuntimeError) as error:
-            if mode == "forward" or not _lacks_rule(error):
-                raise
-            found, slopes = probe.finite_difference(model, sketcher, proposal, batch)
-    with torch.no_grad():
-        q = sum(float(half_variances(z, z_dot, temperature).sum()) for z, z_dot in found.logits(slopes)) / len(found)
+    total, count = 0.0, 0
+    for rows in probe.groups(batch):
+        found, slopes = _slopes(model, sketcher, proposal, rows, mode)
+        with torch.no_grad():
+            total += sum(float(half_variances(z, z_dot, temperature).sum()) for z, z_dot in found.logits(slopes))
+        count += len(found)
+    q = total / count
     if not 0.0 <= q < float("inf"):
         raise NonFiniteError(f"the predicted KL is {q}; the step was not applied")
     return q
+
+
+def _slopes(
+    model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: probe.Batch, mode: str
+) -> tuple[probe.Contexts, Tensor]:
+    if mode != "finite_difference":
+        try:
+            return probe.forward_derivative(model, sketcher, proposal, batch)
+        except (NotImplementedError, RuntimeError) as error:
+            if mode == "forward" or not _lacks_rule(error):
+                raise
+    return probe.finite_difference(model, sketcher, proposal, batch)
 
 
 def _lacks_rule(error: Exception) -> bool:
@@ -83,12 +91,16 @@ def measure_kl(
     """Exact KL(old || new) in nats per token of applying `scale` times the proposal, on the batch; weights untouched."""
     if proposal.is_zero or scale == 0.0:
         return 0.0
+    total, count = 0.0, 0
     with probe.quiet(model):
-        old = probe.contexts(model, batch)
-        with probe.branch(sketcher, proposal, scale):
-            new = probe.contexts(model, batch)
-        pairs = zip(old.logits(), new.logits(), strict=True)
-        kl = sum(float(kls(z, z_new, temperature).sum()) for (z,), (z_new,) in pairs) / len(old)
+        for rows in probe.groups(batch):
+            old = probe.contexts(model, rows)
+            with probe.branch(sketcher, proposal, scale):
+                new = probe.contexts(model, rows)
+            pairs = zip(old.logits(), new.logits(), strict=True)
+            total += sum(float(kls(z, z_new, temperature).sum()) for (z,), (z_new,) in pairs)
+            count += len(old)
+    kl = total / count
     if kl != kl or kl == float("inf"):
         raise NonFiniteError(f"the measured KL is {kl}; the step was not applied")
     return kl

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from logra.errors import UserError
 from logra.head import LEAST, Head, in_compute_dtype, plain_head
@@ -28,6 +28,8 @@ from logra.sketch.sketcher import Proposal, Sketcher
 
 Batch = Mapping[str, Tensor]
 _CHUNK_BYTES = 32 << 20  # of float64 logits at once
+_TOKENS = 4096  # of a group of rows, or one row
+_QUERIES = 256  # of a block of attention
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,64 @@ def contexts(model: nn.Module, batch: Batch) -> Contexts:
         inputs["logits_to_keep"] = ids.shape[1] - first
     logits = model(**inputs, use_cache=False).logits
     return Contexts(logits[:, -(ids.shape[1] - first) :][:, :-1][chosen[:, first:]], None)
+
+
+def groups(batch: Batch) -> Iterator[Batch]:
+    """The rows, together as far as they have `_TOKENS` tokens: what is alive at once does not grow with the batch.
+
+    Rows without a generated token are left out, unless no row has one (`contexts` says so then).
+    """
+    count, length = batch["input_ids"].shape if "input_ids" in batch else (1, 1)
+    size, generated = max(1, _TOKENS // max(1, length)), batch.get("completion_mask")
+    if size >= count or generated is None or not bool(generated[:, 1:].any()):
+        generated = None
+    for start in range(0, count, size):
+        rows = slice(start, start + size)
+        if generated is None or bool(generated[rows, 1:].any()):
+            yield {name: value[rows] for name, value in batch.items()}
+
+
+class BlockAttention(TorchFunctionMode):
+    """Within it `scaled_dot_product_attention` is computed a block of queries at a time, by operations that can be
+    differentiated forwards: no tensor of length x length exists."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(Q K^T scale + mask) V by blocks of queries; scores in float32. Arguments as of torch's function, without dropout.
+
+    A query that may look at nothing (padding) gets a mean of all values, where torch gives 0: finite, and looked at by none.
+    """
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    columns, parts = torch.arange(key.shape[-2], device=query.device), []
+    for start in range(0, query.shape[-2], _QUERIES):
+        rows = slice(start, min(start + _QUERIES, query.shape[-2]))
+        scores = (query[..., rows, :] @ key.transpose(-1, -2)).float() * scale
+        mask = columns <= columns[rows, None] if is_causal else None
+        if attn_mask is not None:
+            mask = attn_mask[..., rows, :] if attn_mask.shape[-2] > 1 else attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        parts.append(torch.softmax(scores, -1).to(value.dtype) @ value)
+    return torch.cat(parts, dim=-2)
 
 
 @contextlib.contextmanager
@@ -156,10 +216,11 @@ def forward_derivative(
 ) -> tuple[Contexts, Tensor]:
     """(contexts, the derivative of their states along the proposal, of their shape), by forward-mode differentiation.
 
-    Needs eager attention or SDPA's math kernel (chosen here); fused kernels have no forward-mode rule and raise.
+    Attention is eager or torch's `scaled_dot_product_attention` (whose fused kernels have no forward-mode rule: it is computed
+    in blocks here); other kernels raise.
     """
     plain_head(model)  # it is looked at once, before anything is hooked
-    with quiet(model), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level(), _tangents(sketcher, proposal):
+    with quiet(model), BlockAttention(), forward_ad.dual_level(), _tangents(sketcher, proposal):
         found = contexts(model, batch)
         states, tangent = forward_ad.unpack_dual(found.states)
         return Contexts(states, found.head), torch.zeros_like(states) if tangent is None else tangent

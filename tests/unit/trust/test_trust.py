@@ -207,3 +207,31 @@ def test_a_zero_proposal_predicts_nothing(ids):
     model = tiny_model()
     sketcher = attach(model, rank=16)
     assert kl.predict_kl(model, sketcher, sketcher.propose(1.0), padded(ids)) == 0.0
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_attention_in_blocks_is_torchs(mask, heads, monkeypatch):
+    monkeypatch.setattr(probe, "_QUERIES", 5)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, h, 13, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
+    given = None if mask is None else torch.ones(13, 13, dtype=torch.bool).tril(2).expand(2, 1, 13, 13)
+    if mask == "float":
+        given = torch.zeros(given.shape).masked_fill(~given, float("-inf"))
+    options = {"attn_mask": given, "is_causal": mask is None, "enable_gqa": heads[0] != heads[1], "scale": 0.3}
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    with probe.BlockAttention():
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_rows_change_nothing(ids, monkeypatch):
+    model = tiny_model()
+    sketcher, proposal = proposal_of(model, ids)
+    together = [
+        kl.predict_kl(model, sketcher, proposal, padded(ids)), kl.measure_kl(model, sketcher, proposal, padded(ids), 1.0)
+    ]  # fmt: skip
+    monkeypatch.setattr(probe, "_TOKENS", 45)
+    assert len(list(probe.groups(padded(ids)))) == 4
+    assert kl.predict_kl(model, sketcher, proposal, padded(ids)) == pytest.approx(together[0], rel=1e-5)
+    assert kl.measure_kl(model, sketcher, proposal, padded(ids), 1.0) == pytest.approx(together[1], rel=1e-4)

@@ -104,7 +104,7 @@ class HFEngine:
         rows = _rows(prompts, num_rollouts, sampling)
         size = self.batch_size or max(1, len(rows))
         cast = torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.autocast)
-        with _eval_mode(self.model), torch.no_grad(), cast:
+        with eval_mode(self.model), torch.no_grad(), cast:
             for start in range(0, len(rows), size):
                 self._decode(rows[start : start + size], sampling)
         return self._rollouts(rows)
@@ -254,7 +254,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside. Each submodule gets its own mode back: some may be in eval in a training model."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
