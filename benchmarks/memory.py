@@ -48,7 +48,7 @@ GIVEN = 64  # prompt tokens of a row; the rest of it is the response
 def ours(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """The second of two updates of one of our methods."""
     from logra.build.model import build_method, build_model
-    from logra.build.run import make_plan
+    from logra.build.run import training_plan
     from logra.rl.models import prepare
     from logra.rl.step import Tally, accumulate
 
@@ -61,7 +61,7 @@ def ours(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     })  # fmt: skip
     model, tokenizer = build_model(config)
     prepare(model, options.checkpointing)
-    method, plan = build_method(config, model), make_plan(config)
+    method, plan = build_method(config, model), training_plan(config)
     batch = _batch(options, int(tokenizer.pad_token_id or 0), len(tokenizer))
     probe = batch.probe(2, 4096)
     contexts = {"input_ids": probe.input_ids, "attention_mask": probe.attention_mask}

@@ -6,6 +6,7 @@ Needs the model's configuration only, no weights, no accelerator, seconds of one
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,16 +20,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from logra import config as cfg
 from logra import head
 from logra.build.model import build_method
-from logra.build.run import make_plan
+from logra.build.run import training_plan
 from logra.memory.fake import FakeMeter, Phase, fake_tensors
 from logra.region import region
 from logra.rl.batch import TrainBatch
 from logra.rl.engines.hf import eval_mode
 from logra.rl.engines.sampling import choose
+from logra.rl.methods import dense
 from logra.rl.methods.base import Method
 from logra.rl.models import prepare
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
+from logra.sketch import sketcher
 from logra.sketch.block import Block
+from logra.sketch.targets import select_targets
 from logra.trust import probe
 
 ROLLOUT, GRADIENT, UPDATE = PHASES = ("rollout", "gradient", "update")
@@ -47,15 +51,20 @@ class Shape:
     decoded: int
 
 
-def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -> dict[str, Phase]:
+def rehearse(
+    config: cfg.Config, model_config: PretrainedConfig, shape: Shape, *, low: bool = False, dora: bool = False
+) -> dict[str, Phase]:
     """Bytes by kind at the peaks of each phase of one step, and on average.
 
     Two microbatches, so that the second meets what the first left. Everything lives on one device; `residual` and `offloaded`
-    are kinds of their own, so whoever plans may count them elsewhere.
+    are kinds of their own, so whoever plans may count them elsewhere. low: all weights in bfloat16, as FSDP gathers them;
+    what is made of them (gradients, moments) is too. dora: LoRA's adapters with DoRA's magnitudes.
     """
-    plan = make_plan(config)
-    with fake_tensors() as meter, _shortened():
-        model = _model(config, model_config)
+    if low:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    plan = training_plan(config)
+    with fake_tensors() as meter, _shortened(), _allowed(low, dora):
+        model = _model(config, model_config, low)
         prepare(model, config.model.gradient_checkpointing)
         method = build_method(config, model)
         _register(meter, method)
@@ -63,7 +72,7 @@ def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -
         reference = None
         if config.algorithm.kl_coef:
             with region("weights"):
-                reference = _model(config, model_config).requires_grad_(False)
+                reference = _model(config, model_config, low).requires_grad_(False)
         with meter.plan_phase(ROLLOUT), region("kv_cache"):
             _decode(model, shape, config.model.dtype == "bfloat16")
         with meter.plan_phase(GRADIENT), region("activations"):
@@ -75,8 +84,20 @@ def rehearse(config: cfg.Config, model_config: PretrainedConfig, shape: Shape) -
     return meter.planned
 
 
-def _model(config: cfg.Config, model_config: PretrainedConfig) -> PreTrainedModel:
-    dtype = torch.bfloat16 if config.method.weights == "split" else torch.float32
+def target_shapes(config: cfg.Config, model_config: PretrainedConfig) -> list[tuple[int, ...]]:
+    """(out, in) of every target."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    return [(t.out_features, t.in_features) for t in select_targets(model, config.method.targets)[0]]
+
+
+def num_parameters(model_config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(model_config).parameters())
+
+
+def _model(config: cfg.Config, model_config: PretrainedConfig, low: bool) -> PreTrainedModel:
+    dtype = torch.bfloat16 if low or config.method.weights == "split" else torch.float32
     with region("weights"):
         return AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=config.model.attn_implementation
@@ -85,9 +106,9 @@ def _model(config: cfg.Config, model_config: PretrainedConfig) -> PreTrainedMode
 
 def _register(meter: FakeMeter, method: Method) -> None:
     """By kind; what the step draws or makes when it is first used is there beforehand, as from the second step on."""
-    sketcher = getattr(method, "sketcher", None)
-    if sketcher is not None:
-        sketcher.basis_block(sketcher.names[0])
+    own = getattr(method, "sketcher", None)
+    if own is not None:
+        own.basis_block(own.names[0])
     for kind, tensors in method.held().items():
         meter.register(kind, tensors)
 
@@ -153,6 +174,20 @@ def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
     return {
         name: torch.ones(rows, tokens, dtype=torch.int64) for name in ("input_ids", "attention_mask", "completion_mask")
     }
+
+
+@contextlib.contextmanager
+def _allowed(low: bool, dora: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if low:
+            stack.enter_context(mock.patch.object(dense, "check_float32", lambda targets: None))
+            stack.enter_context(mock.patch.object(sketcher, "check_float32", lambda targets: None))
+        if dora:
+            import peft
+
+            made = functools.partial(peft.LoraConfig, use_dora=True)
+            stack.enter_context(mock.patch.object(peft, "LoraConfig", made))
+        yield
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     )  # fmt: skip
     closers += [tracker.close for tracker in trackers]
     run.trainer = Trainer(
-        make_plan(config),
+        training_plan(config),
         method=method,
         engine=engine,
         prompts=prompts,
@@ -160,7 +160,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     return run
 
 
-def make_plan(config: cfg.Config) -> Plan:
+def training_plan(config: cfg.Config) -> Plan:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     assert algorithm.clip_low is not None and algorithm.clip_high is not None and algorithm.aggregation is not None
     loss = LossSettings(
