@@ -332,7 +332,7 @@ def test_identity_covers_what_a_run_computes_and_differences_name_it():
         == []
     )
     changed = cfg.differences(cfg.identity(first), cfg.identity(make(method__lr=0.5, seed=3)))
-    assert changed == ["method.lr was 1e-05, is 0.5", "seed was 42, is 3"]
+    assert changed == ["method.lr was 8e-05, is 0.5", "seed was 42, is 3"]
 
 
 @pytest.mark.parametrize(
@@ -362,15 +362,19 @@ def test_combinations_that_cannot_be(flags, words):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({}, ("random", 64, 1e-5)),
-        ({"method__basis": "aligned"}, ("aligned", 16, 4e-5)),
-        ({"method__name": "lora", "method__basis": "aligned"}, ("aligned", 64, 1e-5)),
-        ({"method__variant": "paper", "method__basis": "random", "method__rank": 256}, ("random", 256, 1.0)),
+        ({}, ("aligned", "adam", 16, 8e-5)),
+        ({"method__basis": "aligned", "method__optimizer": "row_adam"}, ("aligned", "row_adam", 16, 8e-5)),
+        ({"method__basis": "random"}, ("random", "row_adam", 64, 1e-5)),
+        ({"method__refresh": False}, ("random", "row_adam", 64, 1e-5)),
+        ({"method__bits": 15}, ("random", "row_adam", 64, 1e-5)),
+        ({"method__name": "lora", "method__basis": "aligned"}, ("aligned", "row_adam", 64, 1e-5)),
+        ({"method__name": "dense"}, ("random", "row_adam", 64, 1e-5)),
+        ({"method__variant": "paper", "method__rank": 256}, ("random", "row_adam", 256, 1.0)),
     ],
 )
 def test_rank_and_lr_follow_the_basis(flags, expected):
     method = make(**flags).method
-    assert (method.basis, method.rank, method.lr) == expected
+    assert (method.basis, method.optimizer, method.rank, method.lr) == expected
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Method(Section):
 
     name: Literal["logra", "dense", "lora"] = "logra"
     lr: float | None = Field(default=None, gt=0)
-    """None: 1e-5; for logra 4e-5 with an aligned basis, 1.0 with variant paper, whose step is set by update_ratio."""
+    """None: 1e-5; for logra 8e-5 with an aligned basis, 1.0 with variant paper, whose step is set by update_ratio."""
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     targets: list[str] | str | None = None
@@ -50,10 +50,12 @@ class Method(Section):
     eps: float = Field(default=1e-8, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas for dense and lora, and those of logra's adam; its row_adam uses the second."""
-    basis: Literal["random", "gaussian", "aligned"] = "random"
-    """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient."""
-    optimizer: Literal["row_adam", "adam", "sgd"] = "row_adam"
-    """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none."""
+    basis: Literal["random", "gaussian", "aligned"] | None = None
+    """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient. None: aligned, or random with
+    variant=paper, refresh=false or bits=15, which it is not made for."""
+    optimizer: Literal["row_adam", "adam", "sgd"] | None = None
+    """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none. None: adam with
+    an aligned basis, else row_adam."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Decay of logra's first moment; None: betas[0] for adam, 0 for the others. Needs a basis that stays."""
     variant: Literal["simplified", "paper"] = "simplified"
@@ -85,6 +87,16 @@ class Method(Section):
         return self
 
     @model_validator(mode="after")
+    def _basis_and_optimizer(self) -> Method:
+        if self.basis is None:
+            suits = self.name == "logra" and self.variant == "simplified" and self.refresh and self.bits == 8
+            self.basis = "aligned" if suits else "random"
+        if self.optimizer is None:
+            is_adam = self.name == "logra" and self.basis == "aligned" and self.variant == "simplified"
+            self.optimizer = "adam" if is_adam else "row_adam"
+        return self
+
+    @model_validator(mode="after")
     def _defaults_of_the_basis(self) -> Method:
         stays = self.basis == "aligned" or not self.refresh
         if self.name == "logra" and (self.optimizer == "adam" or self.momentum) and not stays:
@@ -110,7 +122,7 @@ class Method(Section):
             self.rank = 16 if is_aligned else 64
         if self.lr is None:
             is_paper = self.name == "logra" and self.variant == "paper"
-            self.lr = 1.0 if is_paper else 4e-5 if is_aligned else 1e-5
+            self.lr = 1.0 if is_paper else 8e-5 if is_aligned else 1e-5
         if is_aligned and self.explore >= self.rank:
             raise ValueError(f"explore={self.explore} must be below rank={self.rank}")
         largest = ((1 << 24) - 1) // ((2 ** (self.bits - 1) - 1) * (127 if is_aligned else 1))

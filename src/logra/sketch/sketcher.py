@@ -8,7 +8,7 @@ the second moment only when it is applied; a sketch that is exactly zero moves n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
 
 STATE_VERSION = 1
+_TOGETHER = 1 << 22  # numbers of sketches that are stepped at once
 
 
 @dataclass(frozen=True)
@@ -172,38 +173,58 @@ class Sketcher:
             raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
         if not self._is_dirty or (norm == 0.0 and not self.has_signal):  # a norm of 0 may be an underflow
             return Proposal(torch.zeros_like(self._sketches), self._rows, self.update_index, True, 0.0, lr, decay)
-        sketches = self._sketches
-        if self.options["max_grad_norm"]:
-            sketches = sketches * optimizers.clip_factor(norm, self.options["max_grad_norm"])
-        mean, corrected, moments = self._advanced(sketches)
-        factors = self._direction(mean, corrected).mul_(-lr)
-        return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, moments)
+        factors, moments = self._stepped(norm)
+        return Proposal(factors.mul_(-lr), self._rows, self.update_index, False, norm, lr, decay, moments)
 
-    def _advanced(self, sketches: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """(m_hat, or S without a first moment; v_hat if any; the moments' next values)."""
+    def _stepped(self, norm: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """(D of all targets stacked, the moments' next values), some targets at a time: no other full-size tensor exists."""
+        limit = self.options["max_grad_norm"]
+        clip = optimizers.clip_factor(norm, limit) if limit else 1.0
+        direction = torch.empty_like(self._sketches)
+        moments = {key: torch.empty_like(moment) for key, moment in self._moments.items()}
+        for names, rows in self._together():
+            sketches = self._sketches[rows] * clip if limit else self._sketches[rows]
+            mean, corrected, following = self._advanced(sketches, rows)
+            for key, moment in following.items():
+                moments[key][rows] = moment
+            direction[rows] = self._direction(mean, corrected, names)
+        if self.options["variant"] == "paper":
+            direction.mul_(self._global_factor(direction))
+        return direction, moments
+
+    def _together(self) -> Iterator[tuple[list[str], slice]]:
+        """Targets in order, with their stacked rows, as many at a time as have `_TOGETHER` numbers in their sketches."""
+        names: list[str] = []
+        for index, name in enumerate(self.names):
+            names.append(name)
+            rows = slice(self._rows[names[0]].start, self._rows[name].stop)
+            if (rows.stop - rows.start) * self.rank >= _TOGETHER or index == len(self.names) - 1:
+                yield names, rows
+                names = []
+
+    def _advanced(self, sketches: Tensor, rows: slice) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """(m_hat, or S without a first moment; v_hat if any; the moments' next values) of some rows."""
         options, step, moments = self.options, self.update_index + 1, {}
         mean, corrected = sketches, None
         if FIRST in self._moments:
-            moments[FIRST], mean = optimizers.first_moment(sketches, self._moments[FIRST], step, options["beta1"])
+            moments[FIRST], mean = optimizers.first_moment(sketches, self._moments[FIRST][rows], step, options["beta1"])
         if SECOND in self._moments:
             advance = optimizers.element_second_moment
             if options["optimizer"] == "row_adam":
                 advance = optimizers.row_second_moment
-            moments[SECOND], corrected = advance(sketches, self._moments[SECOND], step, options["beta2"])
+            moments[SECOND], corrected = advance(sketches, self._moments[SECOND][rows], step, options["beta2"])
         return mean, corrected, moments
 
-    def _direction(self, sketches: Tensor, corrected: Tensor | None) -> Tensor:
-        """D of all targets stacked, a new tensor. sketches: S, or the mean of S."""
+    def _direction(self, sketches: Tensor, corrected: Tensor | None, names: Sequence[str]) -> Tensor:
+        """D of some targets stacked. sketches: S, or the mean of S."""
         eps = self.options["eps"]
+        if corrected is None:
+            return sketches
         if self.options["variant"] == "simplified":
-            if corrected is None:
-                return sketches.clone()
             return optimizers.row_adam_direction(sketches, corrected, eps)
-        direction = sketches.clone()
-        if corrected is not None:
-            for rows in self._rows.values():
-                direction[rows] = optimizers.row_adam_paper_direction(sketches[rows], corrected[rows], eps)
-        return direction.mul_(self._global_factor(direction))
+        parts = [self._rows[name].stop - self._rows[name].start for name in names]
+        pairs = zip(sketches.split(parts), corrected.split(parts), strict=True)
+        return torch.cat([optimizers.row_adam_paper_direction(own, root, eps) for own, root in pairs])
 
     def _global_factor(self, direction: Tensor) -> float:
         """rho sqrt(sum ||W||^2 / sum ||D A||^2) over all targets (methods.md 1.3)."""
@@ -235,28 +256,27 @@ class Sketcher:
             return None
         update = self.quantize(proposal, scale)
         following = self._bases.following(self.update_index + 1)
-        moments = self._carried(proposal.moments, following)
+        overlaps = {name: self.basis(name) @ basis.matrix.t() for name, basis in following.items()}
         apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
-        for key, moment in moments.items():
+        for key, moment in proposal.moments.items():
             self._moments[key].copy_(moment)
+        self._carry_over(overlaps)
         self.update_index += 1
         self._bases.take(following)
         self.zero()
         return update
 
-    def _carried(self, moments: Mapping[str, Tensor], following: Mapping[str, Basis]) -> Mapping[str, Tensor]:
-        """The next moments, taken over to the next bases in place, target by target."""
+    def _carry_over(self, overlaps: Mapping[str, Tensor]) -> None:
+        """Take the moments over to new bases, target by target; overlaps: A_old A_new^T (r, r)."""
         betas = (self.options["beta1"], self.options["beta2"])
-        for name, basis in following.items():
-            rows, overlap = self._rows[name], self.basis(name) @ basis.matrix.t()
-            if FIRST in moments:
-                moments[FIRST][rows] = optimizers.carry_first(moments[FIRST][rows], overlap)
-            if self.options["optimizer"] == "adam":
-                first = moments[FIRST][rows] if FIRST in moments else None
-                moments[SECOND][rows] = optimizers.carry_second(
-                    moments[SECOND][rows], overlap, first, self.update_index + 1, betas
-                )
-        return moments
+        for name, overlap in overlaps.items():
+            first, second = (
+                self._moments[key][self._rows[name]] if key in self._moments else None for key in (FIRST, SECOND)
+            )
+            if first is not None:
+                first.copy_(optimizers.carry_first(first, overlap))
+            if second is not None and self.options["optimizer"] == "adam":
+                second.copy_(optimizers.carry_second(second, overlap, first, self.update_index + 1, betas))
 
     def quantize(self, proposal: Proposal, scale: float = 1.0) -> Update:
         """The Update that `apply` would make; nothing is changed."""
@@ -266,8 +286,7 @@ class Sketcher:
         options, rank = self.options, self.rank
         seed, index = options["seed"], self.update_index
         key = hashing.derive_key(seed, "round", index)
-        factors, factor_scale = self._fold(proposal.factors)
-        q, exponent = quantize.quantize(factors, options["bits"], key, *self._row_numbers(), scale=scale * factor_scale)
+        q, exponent = self._integers(proposal.factors, key, scale)
         if int(exponent.max()) > quantize.MAX_EXPONENT:
             raise NonFiniteError(
                 "the step is of size 1e30 and more: training has diverged; nothing was applied, lower the lr"
@@ -280,14 +299,17 @@ class Sketcher:
         basis_index = self._bases.basis_index(index)
         return Update(index, options["basis"], basis_index, seed, rank, options["bits"], parts, proposal.decay)
 
-    def _fold(self, factors: Tensor) -> tuple[Tensor, float]:
-        """U with the bases' scales in it, as (tensor, number to multiply by): what is merged is a product of integers."""
+    def _integers(self, factors: Tensor, key: int, scale: float) -> tuple[Tensor, Tensor]:
+        """(q, exponent) of all rows, the bases' scales folded in: what is merged is a product of integers."""
+        bits, (stream, number) = self.options["bits"], self._row_numbers()
         if self.options["basis"] != "aligned":
-            return factors, bases.scale(self.rank)
-        folded = torch.empty_like(factors)
+            return quantize.quantize(factors, bits, key, stream, number, scale=scale * bases.scale(self.rank))
+        q = torch.empty(factors.shape, dtype=quantize.BITS[bits], device=factors.device)
+        exponent = torch.empty(len(factors), dtype=torch.int8, device=factors.device)
         for name, rows in self._rows.items():
-            torch.mul(factors[rows], self.basis_scale(name), out=folded[rows])
-        return folded, 1.0
+            folded = factors[rows] * self.basis_scale(name)
+            q[rows], exponent[rows] = quantize.quantize(folded, bits, key, stream[rows], number[rows], scale=scale)
+        return q, exponent
 
     def _row_numbers(self) -> tuple[Tensor, Tensor]:
         """Of each stacked row: the stream of its target (a hash of the name) and its number within the target."""

@@ -37,6 +37,12 @@ class AdamWMethod:
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()), lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay
         )
+        for parameter in self.parameters.values():  # now, not at the first step: memory is asked for before it is spent
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
