@@ -73,7 +73,15 @@ def batch_of(rows: int, options: argparse.Namespace, vocabulary: int) -> TrainBa
     ids = torch.randint(1, vocabulary, (rows, options.length), generator=torch.Generator().manual_seed(options.seed))
     given = options.length // 8
     rollouts = [
-        Rollout(Prompt(0, "", tuple(row[:given]), {}), i, tuple(row[given:]), (-5.0,) * (options.length - given), "length", "", 0)
+        Rollout(
+            Prompt(0, "", tuple(row[:given]), {}),
+            i,
+            tuple(row[given:]),
+            (-5.0,) * (options.length - given),
+            "length",
+            "",
+            0,
+        )
         for i, row in enumerate(ids.tolist())
     ]
     return collate(rollouts, 0, device=options.device).with_advantages(torch.linspace(-1.0, 1.0, rows) + 0.1)

@@ -57,8 +57,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     results, peaks = {}, {}
     for name, step in steps.items():
         with Meter() as meter:
+            meter.register("weights", inputs)
+            before = meter.total
             results[name] = run(step, *inputs)
-            peaks[name] = meter.reading().peak
+            peaks[name] = meter.reading().peak - before
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(options.rounds):
         for name in sorted(steps, reverse=bool(index % 2)):
@@ -91,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = measure(options)
     peaks, ratio = found["peak_bytes"], found["time_ratio"]
     print(f"largest differences {found['largest_difference']} (largest gradient {found['largest_gradient']:.3g})")
-    print(
-        f"peak MiB: whole {peaks['whole'] / 2**20:.0f}, chunked {peaks['chunked'] / 2**20:.0f}: {found['peak_ratio']:.1f} times lower"
-    )
+    whole_mib, chunked_mib = (peaks[name] / 2**20 for name in ("whole", "chunked"))
+    print(f"peak MiB: whole {whole_mib:.0f}, chunked {chunked_mib:.0f}: {found['peak_ratio']:.1f} times lower")
     print(f"time chunked / whole: median {ratio['median']:.3f} ({ratio['min']:.3f}..{ratio['max']:.3f})")
     if not options.no_record:
         finish_record(options.record, begun, found)

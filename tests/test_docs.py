@@ -17,11 +17,11 @@ import logra
 from logra import config as cfg
 from logra.build import build_run
 from logra.cli import main as front
+from logra.memory.meter import KINDS
 from logra.rl.advantages import ADVANTAGES
 from logra.rl.rewards.builtin import BUILTINS
 from logra.rl.rewards.extract import EXTRACTORS
 from logra.rl.rewards.spec import STATUSES
-from logra.memory.meter import KINDS
 from logra.rl.run_dir import read_metrics
 from logra.rl.sources import HASH_ORDER_TASKS
 from logra.sketch.sketcher import Sketcher

@@ -54,8 +54,8 @@ class Method(Section):
     """aligned: tracked from the layers' inputs, so that a small rank sees most of the gradient. None: aligned, or random with
     variant=paper, refresh=false or bits=15, which it is not made for."""
     optimizer: Literal["row_adam", "adam", "sgd"] | None = None
-    """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none. None: adam with
-    an aligned basis, else row_adam."""
+    """logra's optimizer of sketches: one second moment a row, or both of Adam's moments of every element, or none. None: adam
+    with an aligned basis, else row_adam."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Decay of logra's first moment; None: betas[0] for adam, 0 for the others. Needs a basis that stays."""
     variant: Literal["simplified", "paper"] = "simplified"

@@ -19,7 +19,6 @@ from logra import hashing
 from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
-from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
 from logra.sketch.saved import fitting

@@ -1,5 +1,6 @@
 """The gauge of a step: what it reports on the CPU, and what it asks of a CUDA allocator."""
 
+import itertools
 import json
 
 import torch
@@ -44,7 +45,7 @@ def test_the_timeline_keeps_the_peak(tmp_path, monkeypatch):
     points = json.loads((tmp_path / "step_000001.json").read_text())["points"]
     assert len(points) <= 5 and {p["phase"] for p in points} <= {"", GRADIENT, UPDATE}
     assert max(sum(p["bytes"].values()) for p in points) == metrics["memory/peak_bytes"]
-    assert all(a["seconds"] <= b["seconds"] for a, b in zip(points, points[1:], strict=False))
+    assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(points))
 
 
 def test_turned_off_it_measures_only_the_process(tmp_path):
