@@ -72,7 +72,9 @@ class Meter(TorchDispatchMode):
         self.total = 0
         self.events: list[tuple[str, dict[str, int], float]] | None = [] if timeline else None
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}  # id of a storage -> (reference, kind, bytes)
-        self._tracks: dict[str, _Track] = {"": _Track()}
+        self._whole = _Track()
+        self._track: _Track | None = None  # of the phase
+        self._tracks: dict[str, _Track] = {"": self._whole}
         self._phase = ""
         self._last = time.perf_counter()
         self._handles: list[Any] = []
@@ -101,14 +103,14 @@ class Meter(TorchDispatchMode):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Also keep peak and mean of this stretch on their own (several of one name add up)."""
-        outer, self._phase = self._phase, name
-        self._tracks.setdefault(name, _Track())
+        outer = self._phase, self._track
+        self._phase, self._track = name, self._tracks.setdefault(name, _Track())
         self._see()
         try:
             yield
         finally:
             self._pass()
-            self._phase = outer
+            self._phase, self._track = outer
 
     def reading(self, phase: str = "") -> Reading:
         """Of one phase, or of everything."""
@@ -132,8 +134,7 @@ class Meter(TorchDispatchMode):
         self._held.clear()  # what lives on is no longer followed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(output, Tensor):
             self._hold(output, None)
         elif isinstance(output, (tuple, list)):
@@ -141,7 +142,7 @@ class Meter(TorchDispatchMode):
                 if isinstance(part, Tensor):
                     self._hold(part, None)
         self._see()
-        self._pass(None if self.weigh is None else self.weigh(func, args, kwargs, output))
+        self._pass(None if self.weigh is None else self.weigh(func, args, kwargs or {}, output))
         return output
 
     def _hold(self, tensor: Tensor, kind: str | None, move: bool = False) -> None:
@@ -173,16 +174,20 @@ class Meter(TorchDispatchMode):
         self.total += size
 
     def _see(self) -> None:
-        self._tracks[""].see(self.total, self.live)
-        if self._phase:
-            self._tracks[self._phase].see(self.total, self.live)
+        total = self.total
+        if total > self._whole.peak:
+            self._whole.see(total, self.live)
+        if self._track is not None and total > self._track.peak:
+            self._track.see(total, self.live)
 
     def _pass(self, weight: float | None = None) -> None:
+        """Time has gone by since the last operation: as much as `weight`, or by the clock."""
         now = time.perf_counter()
-        spent = (now - self._last if self.weigh is None else 0.0) if weight is None else weight
+        if weight is None:
+            weight = now - self._last if self.weigh is None else 0.0
         self._last = now
-        self._tracks[""].pass_time(self.total, spent)
-        if self._phase:
-            self._tracks[self._phase].pass_time(self.total, spent)
+        self._whole.pass_time(self.total, weight)
+        if self._track is not None:
+            self._track.pass_time(self.total, weight)
         if self.events is not None:
-            self.events.append((self._phase, dict(self.live), spent))
+            self.events.append((self._phase, dict(self.live), weight))
