@@ -27,17 +27,16 @@ from record import begin_record, finish_record
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from logra import config as cfg
-from logra.build.plan import make_plan, model_config_of
+from logra.build.model import build_method
+from logra.build.plan import Question, model_config_of, plan_memory
 from logra.build.rehearsal import Shape
 from logra.build.run import training_plan
 from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE, StepGauge
 from logra.rl.batch import TrainBatch, collate
 from logra.rl.engines.hf import HFEngine
-from logra.rl.methods.logra import LograMethod
 from logra.rl.models import prepare
 from logra.rl.step import Tally, accumulate
 from logra.rl.types import Prompt, Rollout, Sampling
-from logra.trust.region import TrustRegion
 
 BUDGET_S = 540  # no new shape begins after it
 ARMS = {"random-16": {"basis": "random", "rank": 16}, "aligned-16": {"basis": "aligned", "rank": 16}}
@@ -95,9 +94,7 @@ def run(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     begun = time.perf_counter()
     model = random_model(model_config, device)
     prepare(model, True)  # type: ignore[arg-type]
-    method = LograMethod(
-        model, _constant(), trust=TrustRegion(), autocast=True, weights="split", residual="cpu", **ARMS[arm]
-    )
+    method = build_method(config, model)  # type: ignore[arg-type]
     loaded_s = time.perf_counter() - begun
     gauge = StepGauge(device, method.held, model.parameters)
     engine = HFEngine(model, _Tokenizer(), eos_token_ids=[], autocast=True)  # type: ignore[arg-type]
@@ -119,21 +116,15 @@ def run(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         steps.append({"seconds": seconds, **gauge.metrics()})
     given = batch.prompt_ids.shape[1]
     lengths = Shape(given, options.length - given, options.rows, options.decoded)
-    planned = make_plan(config, model_config, lengths)
+    planned = plan_memory(Question(config, model_config, lengths, accelerator=options.device == "cuda"))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "loaded_s": loaded_s,
         "steps": steps,
         "median_s": {name: statistics.median(step["seconds"][name] for step in steps) for name in PHASES},
-        "planned": {name: sum(kinds.values()) for name, kinds in planned.device.items()},
-        "planned_by_kind": planned.device,
+        "planned": {name: phase.peak_bytes for name, phase in planned.phases.items()},
+        "planned_by_kind": {name: phase.peak for name, phase in planned.phases.items()},
     }
-
-
-def _constant() -> Any:
-    from logra.rl.methods.base import Schedule
-
-    return Schedule(1e-6)
 
 
 @contextlib.contextmanager

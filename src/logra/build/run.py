@@ -99,7 +99,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     closers.append(rewards.close)
     rewards.warmup(sorted(prompts[0].columns))
     reference = build_reference(model, config, checkpoint, folder.journal)
-    prepare(model, config.model.gradient_checkpointing)
+    prepare(model, config.model.gradient_checkpointing, config.model.offload_activations)
     method = build_method(config, model)
     history = build_history(config, folder, method, checkpoint, tail, closers)
     if config.rollout.engine == "vllm" and checkpoint is not None:

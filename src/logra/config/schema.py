@@ -28,9 +28,19 @@ class Model(Section):
     """Compute dtype: weights are always float32; bfloat16 computes under autocast."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """Keep the inputs of checkpointed layers in host memory until the backward pass (accelerators)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     chat_template: str | None = None
     """A Jinja chat template, or the path of a file that holds one; replaces the tokenizer's own."""
+
+    @model_validator(mode="after")
+    def _offloading_needs_checkpoints(self) -> Model:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_activations keeps the inputs of checkpointed layers in host memory: set gradient_checkpointing=true too"
+            )
+        return self
 
 
 class Method(Section):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from logra.errors import ModelError
+from logra.region import region
 from logra.rl.tiny import char_tokenizer, tiny_model
 
 BUILTIN = "builtin:"
@@ -102,11 +103,48 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
-    """Training mode only where checkpointing needs it (transformers looks at the flag), always without dropout."""
+def offload_inputs(model: nn.Module) -> None:
+    """Keep the inputs of checkpointed layers in host memory between forward and backward pass (pinned where there is CUDA).
+
+    Call it after checkpointing was enabled. Only what a gradient flows through is moved: the hidden states between layers.
+    """
+
+    def wrapped(checkpoint: Any) -> Any:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+                return checkpoint(function, *args, **kwargs)
+
+        return run
+
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None:
+            module._gradient_checkpointing_func = wrapped(checkpoint)  # type: ignore[assignment]
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    if not tensor.requires_grad or not tensor.is_floating_point():
+        return tensor.device, tensor
+    with region("offloaded"):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = packed
+    return tensor.to(device, non_blocking=True)
+
+
+def prepare(model: PreTrainedModel, gradient_checkpointing: bool, offload: bool = False) -> None:
+    """Training mode only where checkpointing needs it (transformers looks at the flag), always without dropout.
+
+    offload: see `offload_inputs`; on the CPU, where it would only copy, nothing.
+    """
     disable_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
+        if offload and model.device.type != "cpu":
+            offload_inputs(model)
     else:
         model.eval()
