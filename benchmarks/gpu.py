@@ -103,11 +103,11 @@ def run(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     contexts = {"input_ids": batch.input_ids[:2], "attention_mask": batch.attention_mask[:2]}
     steps = []
     for number in range(1, options.steps + 1):
-        gauge.begin()
+        gauge.begin(number)
         seconds = {}
         with _timed(seconds, ROLLOUT, device), gauge.phase(ROLLOUT):
             engine.generate(prompts, options.decoded, Sampling(options.new_tokens, 1.0, seed=number))
-        with gauge.watch(number):
+        with gauge.watch():
             with _timed(seconds, GRADIENT, device), gauge.phase(GRADIENT):
                 method.zero()
                 accumulate(method.model, batch, options.rows, plan.loss, tally=Tally())

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logra
 from logra import head
+from logra.memory.fake import fake_tensors
 from logra.rl.batch import collate
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.rl.tiny import tiny_model
@@ -181,6 +182,32 @@ def test_the_step_is_that_of_whole_logits(arch, monkeypatch):
     assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-5)
 
 
+@pytest.mark.parametrize(("arch", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_a_trained_head_gets_the_gradient_of_whole_logits(arch, tied, monkeypatch):
+    batch, results = batch_of(6, 9), []
+    for whole in (False, True):
+        model = tiny_model(arch, tied=tied)
+        if whole:
+            monkeypatch.setattr("logra.rl.step.plain_head", lambda _: None)
+        accumulate(model, batch, 4, LossSettings(temperature=0.8, head_chunk=5), tally=Tally())
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, right in results[1].items():
+        torch.testing.assert_close(results[0][name], right, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_probe_leaves_autocast_as_it_was():
+    model = tiny_model()
+    sketcher = logra.attach(model, rank=4)
+    batch = batch_of(4, 6)
+    accumulate(model, batch, 4, LossSettings(autocast=True), tally=Tally())
+    proposal = sketcher.propose(1e-3)
+    probe = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    with torch.autocast("cpu", torch.bfloat16):
+        for compute in (predict_kl, measure_kl):
+            compute(model, sketcher, proposal, probe)
+            assert torch.is_autocast_enabled("cpu"), compute
+
+
 def test_a_batch_without_a_token_in_the_loss_still_goes_through_backward():
     model = tiny_model()
     sketcher = logra.attach(model, rank=4)
@@ -202,16 +229,53 @@ def test_ordinary_models_are_taken_apart_also_below_adapters(arch):
     assert head.plain_head(wrapped) is not None
 
 
-def test_a_hooked_or_adapted_head_is_left_to_the_model():
+def test_fake_tensors_are_taken_apart_by_structure_alone():
+    with fake_tensors():
+        model = tiny_model()
+        assert head.plain_head(model) is not None and model not in head._verified
+        accumulate(model, batch_of(3, 5), 2, LossSettings(), tally=Tally())
+        assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape
+
+
+def test_a_hooked_head_is_left_to_the_model_and_said_so_once(caplog):
+    model = tiny_model()
+    for module in (model.lm_head, model):
+        handle = module.register_forward_hook(lambda *_: None)
+        with caplog.at_level(logging.WARNING, logger="logra.head"):
+            assert head.plain_head(model) is None and head.plain_head(model) is None
+        handle.remove()
+    assert len(caplog.records) == 1 and "LlamaForCausalLM" in caplog.text
+    assert head.plain_head(model) is not None
+    model.lm_head.forward = lambda x: 2 * nn.Linear.forward(model.lm_head, x)  # as offloading replaces it
+    assert head.plain_head(model) is None
+
+
+def expected_logprobs(model, batch):
+    """Of the completion tokens, from all of the model's logits; 0 in padding."""
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
+        ).logits
+    log_p = torch.log_softmax(logits[:, batch.prompt_ids.shape[1] - 1 : -1].float(), -1)
+    return torch.where(batch.completion_mask, log_p.gather(-1, batch.completion_ids[..., None]).squeeze(-1), 0.0)
+
+
+@pytest.mark.parametrize("has_prompts", [False, True])
+def test_an_adapted_head_and_learned_prompts_are_left_to_the_model(has_prompts):
     import peft
 
-    model = tiny_model()
-    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    torch.manual_seed(0)
+    config = (
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        if has_prompts
+        else peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
+    )
+    model = peft.get_peft_model(tiny_model(spread=0.2), config).eval()
     assert head.plain_head(model) is None
-    handle.remove()
-    assert head.plain_head(model) is not None
-    adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    assert head.plain_head(adapted) is None
+    if not has_prompts:
+        batch = batch_of(3, 5)
+        mine = logprobs_of(model, batch, 2, LossSettings())
+        torch.testing.assert_close(mine, expected_logprobs(model, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_soft_capped_logits_are_noticed_and_made_whole(caplog):
@@ -228,9 +292,4 @@ def test_soft_capped_logits_are_noticed_and_made_whole(caplog):
         mine = logprobs_of(model, batch, 2, LossSettings())
         logprobs_of(model, batch, 2, LossSettings())
     assert len(caplog.records) == 1 and "Gemma2ForCausalLM" in caplog.text
-    logits = model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
-    ).logits
-    expected = torch.log_softmax(logits[:, batch.prompt_ids.shape[1] - 1 : -1].float(), -1)
-    expected = expected.gather(-1, batch.completion_ids[..., None]).squeeze(-1)
-    torch.testing.assert_close(mine, torch.where(batch.completion_mask, expected, 0.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine, expected_logprobs(model, batch), rtol=1e-4, atol=1e-5)

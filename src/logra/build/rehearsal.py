@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from unittest import mock
@@ -28,11 +28,12 @@ from logra.rl.engines.hf import eval_mode
 from logra.rl.engines.sampling import choose
 from logra.rl.methods import dense
 from logra.rl.methods.base import Method
-from logra.rl.models import prepare
+from logra.rl.models import offload_inputs, prepare
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
-from logra.sketch import sketcher
+from logra.sketch import aligned, capture, sketcher
 from logra.sketch.block import Block
 from logra.sketch.targets import select_targets
+from logra.sketch.update import Update
 from logra.trust import probe
 
 ROLLOUT, GRADIENT, UPDATE = PHASES = ("rollout", "gradient", "update")
@@ -52,20 +53,31 @@ class Shape:
 
 
 def rehearse(
-    config: cfg.Config, model_config: PretrainedConfig, shape: Shape, *, low: bool = False, dora: bool = False
+    config: cfg.Config,
+    model_config: PretrainedConfig,
+    shape: Shape,
+    *,
+    phases: Collection[str] = PHASES,
+    accelerator: bool = False,
+    low: bool = False,
+    dora: bool = False,
 ) -> dict[str, Phase]:
     """Bytes by kind at the peaks of each phase of one step, and on average.
 
     Two microbatches, so that the second meets what the first left. Everything lives on one device; `residual` and `offloaded`
-    are kinds of their own, so whoever plans may count them elsewhere. low: all weights in bfloat16, as FSDP gathers them;
-    what is made of them (gradients, moments) is too. dora: LoRA's adapters with DoRA's magnitudes.
+    are kinds of their own, so whoever plans may count them elsewhere, and so are `proposal` (U and the next moments) and `sync`
+    (the integers of the Update), which a meter sees as workspace. phases: those wanted; UPDATE includes GRADIENT. accelerator:
+    as the code runs on CUDA. low: all weights in bfloat16, as FSDP gathers them; what is made of them (gradients, moments) is
+    too. dora: LoRA's adapters with DoRA's magnitudes.
     """
     if low:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
     plan = training_plan(config)
-    with fake_tensors() as meter, _shortened(), _allowed(low, dora):
+    with fake_tensors() as meter, _shortened(), _allowed(low, dora), _as_on_cuda(accelerator):
         model = _model(config, model_config, low)
         prepare(model, config.model.gradient_checkpointing)
+        if accelerator and config.model.offload_activations:
+            offload_inputs(model)
         method = build_method(config, model)
         _register(meter, method)
         meter.watch_gradients(method.model.parameters())
@@ -73,12 +85,19 @@ def rehearse(
         if config.algorithm.kl_coef:
             with region("weights"):
                 reference = _model(config, model_config, low).requires_grad_(False)
-        with meter.plan_phase(ROLLOUT), region("kv_cache"):
-            _decode(model, shape, config.model.dtype == "bfloat16")
+        if ROLLOUT in phases:
+            with meter.plan_phase(ROLLOUT), region("workspace"):
+                _decode(meter, model, shape, config)
+        if phases == (ROLLOUT,):
+            return meter.planned
         with meter.plan_phase(GRADIENT), region("activations"):
             batch = _batch(2 * shape.rows, shape)
             _gradient(method, batch, shape, plan.loss, plan.updates_per_step, reference)
+        if UPDATE not in phases:
+            return meter.planned
         contexts = _probe(plan.probe_rollouts, min(shape.prompt + shape.response, plan.probe_max_tokens))
+        tokens = contexts["input_ids"].shape[1]
+        meter.filled = min(1.0, shape.response / max(1, tokens - 1))
         with meter.plan_phase(UPDATE), region("workspace"):
             method.step(lambda: contexts, plan.loss.temperature)
     return meter.planned
@@ -109,29 +128,55 @@ def _register(meter: FakeMeter, method: Method) -> None:
     own = getattr(method, "sketcher", None)
     if own is not None:
         own.basis_block(own.names[0])
+        _name_the_step(meter, own)
     for kind, tensors in method.held().items():
         meter.register(kind, tensors)
 
 
-def _decode(model: PreTrainedModel, shape: Shape, autocast: bool) -> None:
-    """The prompts, then the last token of every response with all the others in the cache."""
-    rows = shape.decoded
+def _name_the_step(meter: FakeMeter, own: sketcher.Sketcher) -> None:
+    """What a step is made of, as kinds of its own: sharding divides it by rows, and it is what engines are sent."""
+    propose, quantize = own.propose, own.quantize
+
+    def named_propose(*arguments: Any, **options: Any) -> sketcher.Proposal:
+        proposal = propose(*arguments, **options)
+        meter.register("proposal", [proposal.factors])
+        return proposal
+
+    def named_quantize(*arguments: Any, **options: Any) -> Update:
+        update = quantize(*arguments, **options)
+        meter.register("sync", [part for f in update.factors.values() for part in (f.q, f.exponent)])
+        return update
+
+    own.propose, own.quantize = named_propose, named_quantize  # type: ignore[method-assign]
+
+
+def _decode(meter: FakeMeter, model: PreTrainedModel, shape: Shape, config: cfg.Config) -> None:
+    """Every distinct prompt once, its cache copied to its group, then the last token of every response (`HFEngine`)."""
+    rows, group = shape.decoded, config.rollout.rollouts_per_prompt
+    distinct = min(rows, -(-rows // group) + (rows % group > 0), config.rollout.prompts_per_step)
+    autocast = config.model.dtype == "bfloat16"
     with eval_mode(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ids = torch.zeros(rows, shape.prompt, dtype=torch.int64)
+        ids = torch.zeros(distinct, shape.prompt, dtype=torch.int64)
         mask = torch.ones(rows, shape.prompt + shape.response, dtype=torch.int64)
-        output = model(input_ids=ids, attention_mask=mask[:, : shape.prompt], use_cache=True, logits_to_keep=1)
+        output = model(input_ids=ids, attention_mask=mask[:distinct, : shape.prompt], use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
+        cache.reorder_cache(torch.zeros(rows, dtype=torch.int64))
+        meter.register("kv_cache", [part for layer in cache.layers for part in (layer.keys, layer.values)])
         for index, layer in enumerate(cache.layers):
             grown = [
                 layer.keys.new_empty(*t.shape[:2], shape.response - 1, t.shape[3]) for t in (layer.keys, layer.values)
             ]
+            layer.update = region("kv_cache")(layer.update)
             cache.update(*grown, index)
+            del grown
         output = model(
-            input_ids=ids[:, :1], attention_mask=mask, position_ids=mask[:, -1:], past_key_values=cache, use_cache=True,
+            input_ids=mask[:, :1], attention_mask=mask, position_ids=mask[:, -1:], past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip
         with region("logits"):
             choose(output.logits[:, -1], torch.zeros(rows, dtype=torch.float64), 1.0)
+        for layer in cache.layers:
+            del layer.update  # it would keep the layer, and so the cache, alive
 
 
 def _gradient(
@@ -187,6 +232,31 @@ def _allowed(low: bool, dora: bool) -> Iterator[None]:
 
             made = functools.partial(peft.LoraConfig, use_dora=True)
             stack.enter_context(mock.patch.object(peft, "LoraConfig", made))
+        yield
+
+
+@contextlib.contextmanager
+def _as_on_cuda(wanted: bool) -> Iterator[None]:
+    """Where the code does something else there: bfloat16 products that accumulate in float32 without copies, larger chunks of
+    logits, AdamW on all parameters at once."""
+    if not wanted:
+        yield
+        return
+
+    def accumulate_sketch(sketch_dr: Tensor, grad: Tensor, projected_Nr: Tensor, scale: float) -> None:
+        sketch_dr.add_(torch.empty_like(sketch_dr))  # the product, in float32
+
+    def power_step(x_Nk: Tensor, grad_Nd: Tensor, projected_Nr: Tensor) -> Tensor:
+        weighted_Nr = projected_Nr.float() * torch.linalg.vector_norm(grad_Nd, dim=1, keepdim=True, dtype=torch.float32)
+        weighted_Nr.to(x_Nk.dtype)
+        return x_Nk.new_empty(x_Nk.shape[1], projected_Nr.shape[1], dtype=torch.float32)
+
+    with (
+        mock.patch.object(capture, "accumulate", accumulate_sketch),
+        mock.patch.object(aligned, "power_step", power_step),
+        mock.patch.dict(head.CHUNK_BYTES, cpu=head.CHUNK_BYTES_ACCELERATOR),
+        mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, foreach=True)),
+    ):
         yield
 
 

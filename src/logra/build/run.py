@@ -144,7 +144,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         identity=cfg.identity(config),
         gauge=StepGauge(
             next(model.parameters()).device, method.held, method.model.parameters, enabled=config.log.memory,
-            folder=folder.path / "memory", timelines=config.log.memory_timelines,
+            folder=folder.memory, timelines=config.log.memory_timelines, watch_rollouts=config.rollout.engine == "hf",
         ),
     )  # fmt: skip
     if start is not None:

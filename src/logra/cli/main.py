@@ -19,6 +19,11 @@ OPTIONS = (
     "--help", "--version", "--traceback", "--dry-run", "--plain", "--recipe", "--json", "--output", "--step", "--dtype",
     "--verify", "--compact",
 )  # fmt: skip
+# Of `logra plan` alone: elsewhere they are keys that do not exist, and are told the nearest that does.
+OF_PLAN = (
+    "--rank", "--gpus", "--gpu-memory", "--host-memory", "--length", "--prompt-length", "--microbatch",
+    "--decoded", "--link", "--compare",
+)  # fmt: skip
 
 
 def _version() -> str:
@@ -62,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.add_argument("--output", help="also write the responses to this .parquet file")
 
+    _add_plan(commands, strict)
     checkout = commands.add_parser(
         "checkout",
         help="write the policy of any step as a model folder",
@@ -99,15 +105,43 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_plan(commands: Any, strict: dict[str, Any]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="show the memory of a training step before anything is loaded",
+        description="Show where the memory of a training step goes, and whether it fits, from the model's configuration alone. "
+        "--model: a folder with a config.json, a hub name or a shape such as shape:qwen2.5-7b. --method: logra, logra-random, "
+        "dense, lora, galore and so on (--compare shows all). Other flags set keys as in train: --train.head_chunk 0. Exit code "
+        "3: it does not fit.",
+        usage="logra plan [options] [RECIPE] [--model MODEL] [--method METHOD] [--section.key VALUE ...]",
+        **strict,
+    )
+    plan.add_argument("recipe", nargs="?", help="YAML file; without one, give --model")
+    plan.add_argument("--rank", type=int)
+    plan.add_argument("--gpus", type=int, default=1, help="devices that share the model (FSDP2)")
+    plan.add_argument("--gpu-memory", metavar="SIZE", help="of one device, such as 80GB or 24GiB")
+    plan.add_argument("--host-memory", metavar="SIZE", help="of the host")
+    plan.add_argument(
+        "--length", type=int, help="tokens of a row, prompt and response; default: 4096, or the recipe's most"
+    )
+    plan.add_argument("--prompt-length", type=int, help="tokens of the prompt among them")
+    plan.add_argument("--microbatch", type=int, help="rows a microbatch")
+    plan.add_argument("--decoded", type=int, help="responses that are sampled at once")
+    plan.add_argument("--link", type=float, default=25.0, metavar="GB/S", help="between host and device; default: 25")
+    plan.add_argument("--compare", action="store_true", help="the other methods side by side")
+    plan.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+
+
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(what argparse reads, `--section.key VALUE` flags), in any order; a flag's value may begin with a dash."""
     own: list[str] = []
     flags: list[str] = []
     rest = list(argv)
+    known = {*OPTIONS, *OF_PLAN} if next((t for t in rest if not t.startswith("-")), "") == "plan" else set(OPTIONS)
     while rest:
         token = rest.pop(0)
         name, equals, value = token.partition("=")
-        if name.replace("_", "-") in OPTIONS:
+        if name.replace("_", "-") in known:
             own.append(name.replace("_", "-") + equals + value)
         elif not token.startswith("--"):
             own.append(token)
@@ -147,6 +181,10 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from logra.cli.evaluate import evaluate
 
         return evaluate(arguments.model, arguments.recipe, rest, as_json=arguments.json, output=arguments.output)
+    if arguments.command == "plan":
+        from logra.cli.plan import plan
+
+        return plan(arguments, rest)
     if arguments.command == "checkout":
         from logra.cli.checkout import checkout
 

@@ -22,8 +22,10 @@ def train(recipe: str, flags: Sequence[str], *, dry_run: bool, plain: bool) -> i
 
     transformers.utils.logging.disable_progress_bar()
     from logra.build import build_run
+    from logra.cli.plan import refuse
     from logra.cli.progress import Display
 
+    refuse(config)
     if config.model.device != "cuda":
         keep_freed_memory()
     run = build_run(config)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from logra.config.sizes import parse_size
+
 
 def nearest(key: str, valid: list[str]) -> str:
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
@@ -370,6 +372,22 @@ class Log(Section):
     """Steps whose memory over time is written to memory/step_NNNNNN.json (CPU)."""
 
 
+class Memory(Section):
+    """Is there enough memory? Planned before the weights are loaded (`logra plan` shows the same)."""
+
+    check: Literal["error", "warn", "off"] = "error"
+    """What to do if the plan for the longest rows that the configuration allows exceeds the limit."""
+    limit: str | None = None
+    """Such as 24GiB or 80GB; None: what is free on the device."""
+
+    @field_validator("limit")
+    @classmethod
+    def _is_a_size(cls, limit: str | None) -> str | None:
+        if limit is not None:
+            parse_size(limit)
+        return limit
+
+
 class Config(Section):
     """A whole run."""
 
@@ -391,6 +409,7 @@ class Config(Section):
     journal: Journal = Field(default_factory=Journal)
     sync: Sync = Field(default_factory=Sync)
     log: Log = Field(default_factory=Log)
+    memory: Memory = Field(default_factory=Memory)
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> Config:

@@ -8,8 +8,12 @@ masks full. The meter then sees the same allocations as in a real run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+import os
+import sys
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,40 +26,56 @@ from logra.memory.meter import Meter
 _aten = torch.ops.aten
 # A round device: how long an operation takes is the larger of its arithmetic and its traffic. Used for means only.
 _FLOPS, _BYTES = 3e14, 2e12
-_KEEP = 0.7  # moments with at least this share of a phase's peak are kept: after sharding, another may be the peak
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_HERE = str(Path(__file__).parent) + os.sep
+Place = tuple[Hashable, ...]
 
 
 @dataclass
 class Phase:
-    """One phase of a step: bytes by kind at the moments that may be its peak, and on average over its operations."""
+    """One phase of a step: bytes by kind where its peak may be, and on average over its operations.
+
+    tops: for every place (what operation, called by which line of ours, forwards or backwards) the bytes by kind at the moment
+    with most of them. Places are the same in a model with more layers, so their bytes can be followed as layers are added.
+    """
 
     name: str
-    moments: list[dict[str, int]] = field(default_factory=list)
+    tops: dict[Place, dict[str, int]] = field(default_factory=dict)
     weighted: dict[str, float] = field(default_factory=dict)
     weight: float = 0.0
+
+    @property
+    def moments(self) -> list[dict[str, int]]:
+        """In ascending order of their sums, so the last is the peak; others may be it after sharding."""
+        return sorted(self.tops.values(), key=_sum)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return max(self.tops.values(), key=_sum)
 
     @property
     def mean(self) -> dict[str, float]:
         return {kind: value / self.weight for kind, value in self.weighted.items()} if self.weight else {}
 
-    def add(self, live: Mapping[str, int], total: int, weight: float) -> None:
-        for kind, size in live.items():
-            self.weighted[kind] = self.weighted.get(kind, 0.0) + size * weight
-        self.weight += weight
-        top = sum(self.moments[-1].values()) if self.moments else 0
-        if total > top:  # moments are in ascending order, the last is the peak so far
-            self.moments = [m for m in self.moments if sum(m.values()) >= _KEEP * total]
-            self.moments.append(dict(live))
-        elif total >= _KEEP * top and not any(all(m.get(k, 0) >= v for k, v in live.items()) for m in self.moments):
-            self.moments.insert(0, dict(live))
-            self.moments.sort(key=lambda moment: sum(moment.values()))
+    def add(self, live: Mapping[str, int], total: int, weight: float, place: Place) -> None:
+        if weight:
+            for kind, size in live.items():
+                self.weighted[kind] = self.weighted.get(kind, 0.0) + size * weight
+            self.weight += weight
+        known = self.tops.get(place)
+        if known is None or total > _sum(known):
+            self.tops[place] = dict(live)
 
 
 class FakeMeter(Meter):
-    """A meter that answers what fake tensors cannot, and keeps the phases of a plan."""
+    """A meter that answers what fake tensors cannot, and keeps the phases of a plan.
+
+    filled: the share of a mask that is true where it selects elements.
+    """
 
     def __init__(self) -> None:
-        super().__init__(weigh=_duration)
+        super().__init__(weigh=_no_time)
+        self.filled = 1.0
         self.planned: dict[str, Phase] = {}
         self._planning: Phase | None = None
 
@@ -63,7 +83,7 @@ class FakeMeter(Meter):
     def plan_phase(self, name: str) -> Iterator[None]:
         """Keep what is allocated within as phase `name`."""
         outer, self._planning = self._planning, self.planned.setdefault(name, Phase(name))
-        self._planning.add(self.live, self.total, 0.0)
+        self._planning.add(self.live, self.total, 0.0, ())
         try:
             yield
         finally:
@@ -73,7 +93,8 @@ class FakeMeter(Meter):
         if func is _aten._local_scalar_dense.default:
             return _answer(args[0].dtype)
         if func is _aten.index.Tensor and _is_mask(args[1]):
-            func, args = _aten.clone.default, (args[0].flatten(0, args[1][0].ndim - 1),)
+            rows = args[0].flatten(0, args[1][0].ndim - 1)
+            func, args = _aten.clone.default, (rows[: math.ceil(self.filled * len(rows))],)
         elif func is _aten.masked_select.default:
             func, args = _aten.clone.default, (args[0].expand(args[1].shape).flatten(),)
         elif func is _aten.nonzero.default:
@@ -82,8 +103,9 @@ class FakeMeter(Meter):
         elif func in (_aten.index_put_.default, _aten.index_put.default) and _is_mask(args[1]):
             return args[0] if func is _aten.index_put_.default else args[0].clone()
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._planning is not None:
-            self._planning.add(self.live, self.total, _duration(func, args, kwargs or {}, output))
+        if self._planning is not None and not getattr(func, "is_view", False):
+            place = _place(func, output)
+            self._planning.add(self.live, self.total, _duration(func, args, kwargs or {}, output), place)
         return output
 
 
@@ -99,17 +121,38 @@ def _answer(dtype: torch.dtype) -> bool | int | float:
 
 
 def _is_mask(indices: Any) -> bool:
-    first = indices[0] if indices else None
+    first: Any = indices[0] if indices else None
     return isinstance(first, Tensor) and first.dtype == torch.bool and all(i is None for i in indices[1:])
+
+
+def _sum(kinds: Mapping[str, int]) -> int:
+    return sum(kinds.values())
+
+
+def _no_time(*_: Any) -> float:
+    return 0.0  # the phases of a plan keep time themselves
+
+
+def _place(func: Any, output: Any) -> Place:
+    """Where in the code: the operation with the kind of tensor it makes (without sizes that grow with the layers, which are
+    those of vectors and of leading dimensions), the nearest line of this package, and whether a backward pass runs."""
+    first: Any = output[0] if isinstance(output, tuple | list) and output else output
+    kind: Place = ()
+    if isinstance(first, Tensor):
+        kind = (first.dtype, first.ndim, first.shape[-1] if first.ndim > 1 else 0)
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE) and not name.startswith(_HERE):
+            return (func, *kind, name, frame.f_lineno, torch._C._current_graph_task_id() >= 0)
+        frame = frame.f_back
+    return (func, *kind)
 
 
 def _duration(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
     """Seconds on the round device."""
-    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    count: Any = flop_registry.get(getattr(func, "_overloadpacket", None))
     flops = count(*args, **kwargs, out_val=output) if count is not None else 0
-    tensors = [
-        t for t in (*args, *(output if isinstance(output, tuple | list) else (output,))) if isinstance(t, Tensor)
-    ]
-    if getattr(func, "is_view", False):
-        return 0.0
-    return max(flops / _FLOPS, sum(t.numel() * t.element_size() for t in tensors) / _BYTES)
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    size = sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))
+    return max(flops / _FLOPS, size / _BYTES)

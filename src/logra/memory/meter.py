@@ -1,7 +1,8 @@
 """Bytes of live tensor storages by kind, seen by a dispatch mode: exact on the CPU, and on fake tensors, which plans run on.
 
 A storage counts once, from the operation that made it to its release, under the kind it was registered as, or else the region
-(`logra.region`) it was made in. What torch does not allocate as a tensor (the interpreter, kernels' own scratch) is not seen.
+(`logra.region`) it was made in. What was there before and is neither registered nor written to does not count, nor does what
+torch does not allocate as a tensor (the interpreter, kernels' own scratch).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,8 @@ KINDS = (
 Weigh = Callable[
     [Any, tuple[Any, ...], Mapping[str, Any], Any], float
 ]  # (operation, args, kwargs, output) -> its duration
+# By its schema a view, but its input is what `torch.tensor` has just made without any operation.
+_FRESH = torch.ops.aten.lift_fresh.default
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,44 @@ class Reading:
     peak: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
     mean: float = 0.0
+
+
+class Moment(NamedTuple):
+    """One point of a timeline: the moment with most bytes among those it stands for, and how long these lasted together."""
+
+    phase: str
+    total: int
+    live: dict[str, int]
+    duration: float
+
+
+class Timeline:
+    """At most `limit` moments of a stretch of any length, the greatest among them: neighbours merge as it grows."""
+
+    def __init__(self, limit: int = 2000) -> None:
+        self.limit = limit
+        self.moments: list[Moment] = []
+        self._width, self._filled = 1, 0  # operations a moment stands for; those in the last one
+
+    def add(self, phase: str, total: int, live: Mapping[str, int], duration: float) -> None:
+        if 0 < self._filled < self._width:
+            last = self.moments[-1]
+            if total > last.total:
+                self.moments[-1] = Moment(phase, total, dict(live), last.duration + duration)
+            else:
+                self.moments[-1] = last._replace(duration=last.duration + duration)
+            self._filled += 1
+            return
+        if len(self.moments) >= self.limit:
+            self._halve()
+        self.moments.append(Moment(phase, total, dict(live), duration))
+        self._filled = 1
+
+    def _halve(self) -> None:
+        pairs = [self.moments[i : i + 2] for i in range(0, len(self.moments), 2)]
+        tops = [(max(pair, key=lambda m: m.total), sum(m.duration for m in pair)) for pair in pairs]
+        self.moments = [top._replace(duration=duration) for top, duration in tops]
+        self._width *= 2
 
 
 class _Track:
@@ -47,31 +89,33 @@ class _Track:
         if total > self.peak:
             self.peak, self.by_kind = total, dict(live)
 
-    def pass_time(self, total: int, weight: float) -> None:
-        self.weighted += total * weight
-        self.weight += weight
-
     def reading(self) -> Reading:
         shown = {kind: count for kind, count in self.by_kind.items() if count}
-        return Reading(
-            max(self.peak, 0), shown, self.weighted / self.weight if self.weight else float(max(self.peak, 0))
-        )
+        peak = max(self.peak, 0)
+        return Reading(peak, shown, self.weighted / self.weight if self.weight else float(peak))
+
+
+class _Holder(weakref.ref):
+    """A storage that is counted."""
+
+    __slots__ = ("key", "kind", "size")
+    key: int
+    kind: str
+    size: int
 
 
 class Meter(TorchDispatchMode):
-    """Use as a context manager around what is to be measured, in the thread that runs it.
+    """Use as a context manager around what is to be measured, in the thread that runs it; once.
 
-    weigh: how long an operation counts towards the mean; None: the wall clock. timeline: keep (phase, bytes by kind, weight)
-    after every operation in `events`.
+    weigh: how long an operation counts towards the mean; None: the wall clock. timeline: takes the moments.
     """
 
-    def __init__(self, *, weigh: Weigh | None = None, timeline: bool = False) -> None:
+    def __init__(self, *, weigh: Weigh | None = None, timeline: Timeline | None = None) -> None:
         super().__init__()
-        self.weigh = weigh
+        self.weigh, self.timeline = weigh, timeline
         self.live: dict[str, int] = {}
         self.total = 0
-        self.events: list[tuple[str, dict[str, int], float]] | None = [] if timeline else None
-        self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}  # id of a storage -> (reference, kind, bytes)
+        self._held: dict[int, _Holder] = {}  # by the storage's id
         self._whole = _Track()
         self._track: _Track | None = None  # of the phase
         self._tracks: dict[str, _Track] = {"": self._whole}
@@ -79,13 +123,18 @@ class Meter(TorchDispatchMode):
         self._last = time.perf_counter()
         self._handles: list[Any] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap every call into dynamo's, which costs twice what the meter does, and import the compiler."""
+        return False
+
     # -- what is known beforehand -------------------------------------------------------------------------------------
 
     def register(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Count these storages as `kind`, whether they exist already or were seen as another."""
         for tensor in tensors:
             if tensor is not None:
-                self._hold(tensor, kind, move=True)
+                self._hold(tensor, kind)
         self._see()
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -93,16 +142,18 @@ class Meter(TorchDispatchMode):
 
         def note(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._hold(parameter.grad, "gradients", move=True)
+                self._hold(parameter.grad, "gradients")
 
         for parameter in parameters:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(note))
                 note(parameter)
+        self._see()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Also keep peak and mean of this stretch on their own (several of one name add up)."""
+        self._pass()
         outer = self._phase, self._track
         self._phase, self._track = name, self._tracks.setdefault(name, _Track())
         self._see()
@@ -135,6 +186,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **kwargs) if kwargs else func(*args)
+        if getattr(func, "is_view", False) and func is not _FRESH:
+            return output  # of a storage that is known, or was there before
         if isinstance(output, Tensor):
             self._hold(output, None)
         elif isinstance(output, (tuple, list)):
@@ -145,40 +198,39 @@ class Meter(TorchDispatchMode):
         self._pass(None if self.weigh is None else self.weigh(func, args, kwargs or {}, output))
         return output
 
-    def _hold(self, tensor: Tensor, kind: str | None, move: bool = False) -> None:
+    def _hold(self, tensor: Tensor, kind: str | None) -> None:
+        """Count the tensor's storage if it is not yet, as `kind` if given; take in its new size if it has one."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # no storage of its own: a subclass whose parts are seen by themselves
-        key = id(storage)
-        known = self._held.get(key)
-        if known is not None and known[0]() is storage:
-            if move and kind is not None and known[1] != kind:
-                self._count(known[1], -known[2])
-                self._count(kind, known[2])
-                self._held[key] = (known[0], kind, known[2])
-            return
-        name = current_region("other") if kind is None else kind
-        size = storage.nbytes()
-        self._held[key] = (weakref.ref(storage, lambda gone, key=key: self._release(key, gone)), name, size)
-        self._count(name, size)
+        key, size = id(storage), storage.nbytes()
+        holder = self._held.get(key)
+        if holder is not None and holder() is storage:
+            if holder.size == size and (kind is None or holder.kind == kind):
+                return
+            self._count(holder.kind, -holder.size)
+        else:
+            holder = self._held[key] = _Holder(storage, self._release)
+            holder.key, holder.kind = key, current_region("other")
+        holder.kind, holder.size = kind or holder.kind, size
+        self._count(holder.kind, size)
 
-    def _release(self, key: int, gone: weakref.ref[Any]) -> None:
-        known = self._held.get(key)
-        if known is not None and known[0] is gone:
-            del self._held[key]
-            self._count(known[1], -known[2])
+    def _release(self, gone: weakref.ref[Any]) -> None:
+        if isinstance(gone, _Holder) and self._held.get(gone.key) is gone:
+            del self._held[gone.key]
+            self._count(gone.kind, -gone.size)
 
     def _count(self, kind: str, size: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + size
         self.total += size
 
     def _see(self) -> None:
-        total = self.total
-        if total > self._whole.peak:
-            self._whole.see(total, self.live)
-        if self._track is not None and total > self._track.peak:
-            self._track.see(total, self.live)
+        """Is this the most so far? A phase's peak is never above that of the whole."""
+        track = self._track or self._whole
+        if self.total > track.peak:
+            track.see(self.total, self.live)
+            self._whole.see(self.total, self.live)
 
     def _pass(self, weight: float | None = None) -> None:
         """Time has gone by since the last operation: as much as `weight`, or by the clock."""
@@ -186,8 +238,11 @@ class Meter(TorchDispatchMode):
         if weight is None:
             weight = now - self._last if self.weigh is None else 0.0
         self._last = now
-        self._whole.pass_time(self.total, weight)
+        weighted = self.total * weight
+        self._whole.weighted += weighted
+        self._whole.weight += weight
         if self._track is not None:
-            self._track.pass_time(self.total, weight)
-        if self.events is not None:
-            self.events.append((self._phase, dict(self.live), weight))
+            self._track.weighted += weighted
+            self._track.weight += weight
+        if self.timeline is not None:
+            self.timeline.add(self._phase, self.total, self.live, weight)

@@ -1,6 +1,7 @@
 """The folder of one run: who may write it, its configuration, its metrics, its completions.
 
-    config.yaml  metrics.jsonl  completions/step_NNNNNN.parquet  checkpoints/  journal/  final/  report.html
+    config.yaml  metrics.jsonl  completions/step_NNNNNN.parquet  memory/step_NNNNNN.json  checkpoints/  journal/  final/
+    report.html
 
 Only `config.yaml`, `metrics.jsonl`, `completions/` and the lock are written here; the names of the others are
 kept here so that all modules agree.
@@ -38,6 +39,7 @@ class RunDir:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.completions = self.path / "completions"
+        self.memory = self.path / "memory"
         self.checkpoints = self.path / "checkpoints"
         self.journal = self.path / "journal"
         self.final = self.path / "final"
@@ -96,14 +98,15 @@ class RunDir:
             ) from error
 
     def rewind(self, step: int) -> None:
-        """Drop metrics and completions of steps after `step` (-1: all), which a resumed run is about to do again."""
+        """Drop what was written of steps after `step` (-1: all), which a resumed run is about to do again."""
         MetricsWriter(self.metrics).truncate(step)
-        for path in self.completions.glob("step_*.parquet"):
-            number = path.stem.removeprefix("step_")
-            if number.isdigit() and int(number) > step:
+        for folder, suffix in ((self.completions, "parquet"), (self.memory, "json")):
+            for path in folder.glob(f"step_*.{suffix}"):
+                number = path.stem.removeprefix("step_")
+                if number.isdigit() and int(number) > step:
+                    path.unlink()
+            for path in folder.glob(f".step_*.{suffix}.tmp-*"):  # of a writer that was killed
                 path.unlink()
-        for path in self.completions.glob(".step_*.parquet.tmp-*"):  # of a writer that was killed
-            path.unlink()
 
     def _acquire(self) -> None:
         try:

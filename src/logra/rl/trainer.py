@@ -18,7 +18,7 @@ from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
 from logra.rl.engines.base import Engine, check_training_sampling
 from logra.rl.evaluate import EvalResult
-from logra.rl.methods.base import Method, StepResult, Writer, below
+from logra.rl.methods.base import Method, StepResult, Writer, below, held_weights
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
@@ -106,6 +106,8 @@ class Trainer:
         self.identity = dict(identity or {})  # stored in checkpoints, compared by whoever resumes
         self.device = next(method.model.parameters()).device
         self.gauge = gauge or StepGauge(self.device, method.held, method.model.parameters)
+        if reference is not None:
+            self.gauge.keep("weights", held_weights(reference))
         self.baseline = RunningBaseline() if plan.advantage == "running_baseline" else None
         self.step = 0  # finished steps
         self.num_skipped = 0
@@ -120,15 +122,16 @@ class Trainer:
             self.evaluate()
         while self.step < self.plan.steps:
             started = time.perf_counter()
-            self.gauge.begin()
+            self.gauge.begin(self.step + 1)
             prompts = [self.prompts[i] for i in self.sampler.next_batch()]
             rollouts = self.rollout(prompts)
             rollout_s = time.perf_counter() - started
             scores = self.rewards.score_rollouts(rollouts)
             advantages = self.advantages(rollouts, scores)
-            batch = self.batch(rollouts, advantages)
-            with self.gauge.watch(self.step + 1):
+            with self.gauge.watch():
+                batch = self.batch(rollouts, advantages)
                 metrics = self.update(batch)
+                del batch
             self.commit(scores, metrics)
             self.step += 1
             metrics |= {"step_time": time.perf_counter() - started, "time/rollout": rollout_s}

@@ -50,9 +50,11 @@ class Contexts:
             return
         weight, bias = in_compute_dtype(self.head.linear.weight, self.head.linear.bias, self.states)
         size = max(1, _CHUNK_BYTES // (8 * len(weight)))
-        with torch.autocast(weight.device.type, enabled=False):
-            for first, *rest in zip(*(part.to(weight.dtype).split(size) for part in parts), strict=True):
-                yield functional.linear(first, weight, bias), *(functional.linear(part, weight) for part in rest)
+        for first, *rest in zip(*(part.to(weight.dtype).split(size) for part in parts), strict=True):
+            with torch.autocast(weight.device.type, enabled=False):  # left before the yield: others may run in between
+                moved = [functional.linear(part, weight) for part in rest]
+                found = functional.linear(first, weight, bias)
+            yield found, *moved
 
 
 def contexts(model: nn.Module, batch: Batch) -> Contexts:

@@ -63,7 +63,7 @@ def test_the_options_known_to_split_flags_are_those_of_the_parser():
     commands = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     parsers = [top, *commands.choices.values()]
     options = {option for p in parsers for action in p._actions for option in action.option_strings}
-    assert {option for option in options if option.startswith("--")} == set(front.OPTIONS)
+    assert {option for option in options if option.startswith("--")} == {*front.OPTIONS, *front.OF_PLAN}
     assert not {option.removeprefix("--") for option in options} & set(cfg.Config.model_fields)
 
 

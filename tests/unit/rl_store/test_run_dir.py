@@ -343,7 +343,11 @@ def test_rewind_drops_what_will_be_done_again(tmp_path):
         CompletionsWriter(run.completions).write(step, [rollout(0)], reward=[1.0], rewards={}, advantage=[0.0])
     (run.completions / ".step_000005.parquet.tmp-00ff").touch()
     (run.completions / "step_notes.parquet").touch()
+    run.memory.mkdir()
+    for name in ("step_000002.json", "step_000004.json", "notes.json", ".step_000003.json.tmp-00ff"):
+        (run.memory / name).touch()
     run.rewind(3)
+    assert sorted(path.name for path in run.memory.iterdir()) == ["notes.json", "step_000002.json"]
     assert read_metrics(run.metrics) == [{"step": 1}, {"step": 3}]
     assert sorted(path.name for path in run.completions.iterdir()) == [
         "step_000001.parquet",

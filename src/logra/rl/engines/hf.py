@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra.errors import ConfigError, DataError, ModelError, NonFiniteError
+from logra.region import region
 from logra.rl.engines.base import check_sampling
 from logra.rl.engines.sampling import choose, rollout_uniforms
 from logra.rl.types import Prompt, Rollout, Sampling
@@ -138,7 +139,8 @@ class HFEngine:
         width = batch.mask_BT.shape[1] - sampling.max_new_tokens
         for step in range(sampling.max_new_tokens):
             uniform_B = torch.tensor([row.uniforms[step] for row in rows], dtype=torch.float64)
-            ids_B, logp_B = choose(batch.logits_BV, uniform_B, sampling.temperature, sampling.top_p)
+            with region("logits"):
+                ids_B, logp_B = choose(batch.logits_BV, uniform_B, sampling.temperature, sampling.top_p)
             self._record(rows, ids_B.tolist(), logp_B.tolist(), sampling.max_new_tokens)
             keep = [i for i, row in enumerate(rows) if row.stop is None]
             if not keep:

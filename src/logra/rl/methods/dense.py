@@ -14,6 +14,8 @@ from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
 from logra.sketch.targets import Skipped, check_float32, select_targets
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+
 
 class AdamWMethod:
     """AdamW over named parameters, with the rule "no signal, no step" and strict state. Base of the two methods."""
@@ -34,15 +36,19 @@ class AdamWMethod:
         self.model, self.parameters, self.schedule = model, dict(parameters), schedule
         self.max_grad_norm = max_grad_norm
         self.num_updates = 0
+        chosen = list(self.parameters.values())
+        # torch's default on an accelerator, foreach, makes temporaries of all parameters' size; on the CPU it takes one by one
+        self.is_fused = all(p.is_cuda for p in chosen)
         self.optimizer = torch.optim.AdamW(
-            list(self.parameters.values()), lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay
+            chosen, lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self.is_fused or None
         )
-        for parameter in self.parameters.values():  # now, not at the first step: memory is asked for before it is spent
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        for parameter in chosen:  # now, not at the first step: memory is asked for before it is spent
+            self.optimizer.state[parameter] = self._slots(parameter)
+
+    def _slots(self, parameter: Tensor) -> dict[str, Tensor]:
+        """AdamW's state before the first step, as torch lays it out: a fused step wants the count beside the parameter."""
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.is_fused else "cpu")
+        return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
 
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -77,28 +83,27 @@ class AdamWMethod:
         self.zero()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Moments and step counts of the parameters that have stepped: the others' are zero."""
         tensors: dict[str, Tensor] = {}
         steps: dict[str, int] = {}
         for name, parameter in self.parameters.items():
-            slots = self.optimizer.state.get(parameter)
-            if slots:
-                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = (
-                    slots["exp_avg"],
-                    slots["exp_avg_sq"],
-                )
+            slots = self.optimizer.state[parameter]
+            if int(slots["step"]):
+                tensors |= {f"{key}.{name}": slots[key] for key in _MOMENTS}
                 steps[name] = int(slots["step"])
         return tensors, {"method": self.name, "num_updates": self.num_updates, "steps": steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         if state.get("method") != self.name or set(state["steps"]) - set(self.parameters):
             raise CheckpointError(f"the checkpoint was written by method {state.get('method')!r} with other targets")
-        for name, step in state["steps"].items():
-            parameter = self.parameters[name]
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": take(tensors, f"exp_avg.{name}", parameter).to(parameter.device).clone(),
-                "exp_avg_sq": take(tensors, f"exp_avg_sq.{name}", parameter).to(parameter.device).clone(),
-            }
+        saved = {n: {key: take(tensors, f"{key}.{n}", self.parameters[n]) for key in _MOMENTS} for n in state["steps"]}
+        for name, parameter in self.parameters.items():
+            slots = self.optimizer.state[parameter]
+            slots["step"].fill_(float(state["steps"].get(name, 0)))
+            for key in _MOMENTS:
+                slots[key].zero_()
+                if name in saved:
+                    slots[key].copy_(saved[name][key])
         self.num_updates = int(state["num_updates"])
 
     def held(self) -> dict[str, list[Tensor]]:
