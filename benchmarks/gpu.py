@@ -150,7 +150,7 @@ def attempt(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["qwen2.5-1.5b", "qwen2.5-7b", "dense-27b"])
+    parser.add_argument("--shapes", nargs="+", default=["qwen2.5-1.5b", "qwen2.5-7b", "qwen-27b"])
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     for name, default in (("length", 4096), ("rows", 1), ("decoded", 8), ("new-tokens", 32), ("steps", 3), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
