@@ -25,6 +25,7 @@ def low_rank(count, columns, rank, seed=0, noise=0.05):
 
 def captured(gradient, basis):
     """cos(G, G P) for the projection P on the rows of an orthonormal basis."""
+    gradient, basis = gradient.double(), basis.double()  # squares of 1e-22 underflow in float32
     return float((gradient @ torch.linalg.qr(basis.t())[0]).norm() / gradient.norm())
 
 
