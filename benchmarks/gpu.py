@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import random_batch
 from record import begin_record, finish_record
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -31,12 +32,12 @@ from logra.build.model import build_method
 from logra.build.plan import Question, model_config_of, plan_memory
 from logra.build.rehearsal import Shape
 from logra.build.run import training_plan
+from logra.config.sizes import parse_size
 from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE, StepGauge
-from logra.rl.batch import TrainBatch, collate
 from logra.rl.engines.hf import HFEngine
 from logra.rl.models import prepare
 from logra.rl.step import Tally, accumulate
-from logra.rl.types import Prompt, Rollout, Sampling
+from logra.rl.types import Prompt, Sampling
 
 BUDGET_S = 540  # no new shape begins after it
 ARMS = {"random-16": {"basis": "random", "rank": 16}, "aligned-16": {"basis": "aligned", "rank": 16}}
@@ -68,24 +69,6 @@ def random_model(model_config: PretrainedConfig, device: torch.device) -> torch.
         return AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16, attn_implementation="sdpa")
 
 
-def batch_of(rows: int, options: argparse.Namespace, vocabulary: int) -> TrainBatch:
-    ids = torch.randint(1, vocabulary, (rows, options.length), generator=torch.Generator().manual_seed(options.seed))
-    given = options.length // 8
-    rollouts = [
-        Rollout(
-            Prompt(0, "", tuple(row[:given]), {}),
-            i,
-            tuple(row[given:]),
-            (-5.0,) * (options.length - given),
-            "length",
-            "",
-            0,
-        )
-        for i, row in enumerate(ids.tolist())
-    ]
-    return collate(rollouts, 0, device=options.device).with_advantages(torch.linspace(-1.0, 1.0, rows) + 0.1)
-
-
 def run(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Steps of one shape and arm: seconds and bytes of each phase, and the plan."""
     config, device = config_of(arm, options), torch.device(options.device)
@@ -98,7 +81,14 @@ def run(shape: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     loaded_s = time.perf_counter() - begun
     gauge = StepGauge(device, method.held, model.parameters)
     engine = HFEngine(model, _Tokenizer(), eos_token_ids=[], autocast=True)  # type: ignore[arg-type]
-    batch = batch_of(2 * options.rows, options, model_config.vocab_size)
+    batch = random_batch(
+        2 * options.rows,
+        options.length,
+        options.length // 8,
+        model_config.vocab_size,
+        options.seed,
+        device=options.device,
+    )
     prompts = [Prompt(0, "", tuple(batch.prompt_ids[0].tolist()), {})]
     contexts = {"input_ids": batch.input_ids[:2], "attention_mask": batch.attention_mask[:2]}
     steps = []
@@ -167,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("torch sees no CUDA device here: run it where there is one, or with --cpu")
     if options.cap and not options.cpu:
         total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, _bytes(options.cap) / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size(options.cap) / total))
     keys = ("arms", "length", "rows", "decoded", "new_tokens", "steps", "cap", "device")
     config = {key: getattr(options, key) for key in keys} | {"shapes": names}
     begun, started, results = begin_record(name="gpu", config=config, seed=options.seed), time.perf_counter(), {}
@@ -181,12 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.no_record:
         finish_record(options.record, begun, results)
     return 0
-
-
-def _bytes(text: str) -> int:
-    from logra.config.sizes import parse_size
-
-    return parse_size(text)
 
 
 if __name__ == "__main__":

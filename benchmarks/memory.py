@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import random_batch, random_ids
+from quality_tasks import ARMS as METHODS
 from record import begin_record, finish_record
 from rich.box import SIMPLE
 from rich.console import Console
@@ -32,12 +34,12 @@ from logra.region import region
 
 # arm -> keys of `method` (ours), or what TRL trains
 ARMS: dict[str, dict[str, Any]] = {
-    "dense": {"name": "dense"},
-    "lora": {"name": "lora", "rank": 16},
-    "random": {"name": "logra", "basis": "random", "optimizer": "row_adam", "rank": 64},
-    "aligned": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 16},
-    "aligned-adam": {"name": "logra", "basis": "aligned", "optimizer": "adam", "rank": 16},
-    "aligned-trust": {"name": "logra", "basis": "aligned", "optimizer": "row_adam", "rank": 16, "trust": True},
+    "dense": METHODS["dense"],
+    "lora": METHODS["lora-16"],
+    "random": METHODS["random-64"],
+    "aligned": METHODS["aligned-16"],
+    "aligned-adam": METHODS["aligned-16-adam"],
+    "aligned-trust": METHODS["aligned-16"] | {"trust": True},
     "trl-dense": {"trl": "dense"},
     "trl-lora": {"trl": "lora", "rank": 16},
 }
@@ -62,7 +64,8 @@ def ours(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = build_model(config)
     prepare(model, options.checkpointing)
     method, plan = build_method(config, model), training_plan(config)
-    batch = _batch(options, int(tokenizer.pad_token_id or 0), len(tokenizer))
+    given, pad = min(GIVEN, options.tokens // 2), int(tokenizer.pad_token_id or 0)
+    batch = random_batch(options.rows, options.tokens, given, len(tokenizer), options.seed, pad=pad)
     probe = batch.probe(2, 4096)
     contexts = {"input_ids": probe.input_ids, "attention_mask": probe.attention_mask}
     for _ in range(2):
@@ -80,23 +83,6 @@ def ours(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"phases": {name or "all": _shown(reading) for name, reading in readings.items()}, "held": state}
 
 
-def _batch(options: argparse.Namespace, pad: int, vocabulary: int) -> Any:
-    from logra.rl.batch import collate
-    from logra.rl.types import Prompt, Rollout
-
-    given = min(GIVEN, options.tokens // 2)
-    ids = torch.randint(
-        0, vocabulary, (options.rows, options.tokens), generator=torch.Generator().manual_seed(options.seed)
-    )
-    rollouts = []
-    for index, row in enumerate(ids.tolist()):
-        prompt = Prompt(0, "", tuple(row[:given]), {})
-        response = tuple(row[given:])
-        rollouts.append(Rollout(prompt, index, response, (-5.0,) * len(response), "length", "", 0))
-    advantages = torch.linspace(-1.0, 1.0, options.rows)
-    return collate(rollouts, pad).with_advantages(advantages)
-
-
 def trl(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Both updates of TRL's GRPOTrainer with given completions; the peak is the second's, moments being there."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -106,9 +92,8 @@ def trl(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     given = min(GIVEN, options.tokens // 2)
-    generator = torch.Generator().manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    ids = torch.randint(0, model.config.vocab_size, (options.rows, options.tokens), generator=generator).tolist()
+    ids = random_ids(options.rows, options.tokens, model.config.vocab_size, options.seed)
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ Legend: N tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
@@ -134,6 +135,19 @@ def in_compute_dtype(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tup
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every module gets its own mode back: some may be in eval in a training model."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
 def _slices(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
@@ -208,10 +222,8 @@ def _is_all(model: nn.Module, head: Head) -> bool | None:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     seen: list[Tensor] = []
     handles: list[RemovableHandle] = []
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad():
+        with quiet(model):
             alone = head.hidden(**inputs)
             handles.append(head.decoder.register_forward_hook(lambda m, a, out: seen.append(out.last_hidden_state)))
             handles.append(head.linear.register_forward_hook(lambda m, a, out: seen.extend((a[0], out))))
@@ -219,8 +231,6 @@ def _is_all(model: nn.Module, head: Head) -> bool | None:
     finally:
         for handle in handles:
             handle.remove()
-        for module, flag in flags:
-            module.training = flag
     if len(seen) != 3 or not (torch.equal(seen[0], seen[1]) and torch.equal(seen[2], logits)):
         return False
     return alone.shape == seen[0].shape and bool((alone - seen[0]).abs().max() <= 0.01 * alone.abs().max())

@@ -17,11 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from logra import config as cfg
-from logra.build.rehearsal import GRADIENT, PHASES, ROLLOUT, UPDATE, Shape, rehearse
+from logra.build.rehearsal import Shape, rehearse
 from logra.config.sizes import parse_size
 from logra.errors import ConfigError, ModelError, UserError
 from logra.memory.fake import Phase
 from logra.memory.formulas import STATE, Formula
+from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
 from logra.memory.host import free_memory
 from logra.memory.plan import Bytes, Fault, Ledger, PhasePlan, at_layers, first_fault, shard_of
 from logra.memory.shapes import PREFIX, SHAPES, shape_of
@@ -212,7 +213,7 @@ def _phases(question: Question, wanted: Collection[str], exact_mean: bool) -> di
     is_sharded = question.gpus > 1
     if is_sharded and config.method.name == "logra" and config.method.weights == "fp32":
         # what FSDP gathers is bfloat16, which float32 targets cannot be; the masters are counted afterwards
-        config = _with(config, "method", weights="split")
+        config = _with(config, weights="split")
     options: dict[str, Any] = {
         "phases": tuple(name for name in PHASES if name in wanted), "accelerator": question.accelerator, "low": is_sharded,
         "dora": question.label == "dora",
@@ -382,13 +383,12 @@ def as_method(question: Question, label: str) -> Question:
         method["basis"] = label.removeprefix("logra-")
         if own.name == "logra":
             method |= {"weights": own.weights, "residual": own.residual}
-    return replace(question, label=label, config=_with(question.config, method=cfg.Method(**method)))
+    return replace(question, label=label, config=question.config.model_copy(update={"method": cfg.Method(**method)}))
 
 
-def _with(config: cfg.Config, section: str = "", /, method: cfg.Method | None = None, **values: Any) -> cfg.Config:
-    """A copy with a section's values (or a whole method) changed, not validated as a whole."""
-    part = method if method is not None else getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section or "method": part})
+def _with(config: cfg.Config, **values: Any) -> cfg.Config:
+    """A copy with values of its method changed, not validated."""
+    return config.model_copy(update={"method": config.method.model_copy(update=values)})
 
 
 def compare(question: Question, labels: Sequence[str] = tuple(METHODS)) -> dict[str, Plan]:
@@ -425,7 +425,7 @@ def _scaled(phase: PhasePlan, question: Question, what: str, value: int) -> int:
     ratio = value / _value(question, what)
     if what == "rank":
         return round(sum(size * (ratio if row in _BY_RANK else 1.0) for row, size in phase.peak.items()))
-    if what == "length" and phase is not None and question.config.trust.enabled:
+    if what == "length" and question.config.trust.enabled:
         most = question.config.trust.probe_max_tokens  # of the KL probe, whose workspace is linear in its tokens
         ratio = max(1.0, min(value, most) / min(question.length, most))
         return round(sum(size * (ratio if row == "workspace" else 1.0) for row, size in phase.peak.items()))
@@ -456,14 +456,14 @@ def worst_case(config: cfg.Config, model_config: PretrainedConfig) -> Shape:
     prompt = config.data.max_prompt_tokens
     if positions is not None:
         prompt = max(1, min(prompt, positions - response))
-    decoded = config.rollout.batch_size or config.rollout.prompts_per_step * config.rollout.rollouts_per_prompt
+    decoded = config.rollout.batch_size or _rollouts(config)
     return Shape(prompt, response, config.train.microbatch_size, decoded)
 
 
 def _changed(question: Question, what: str, value: int) -> Question:
     shape = question.shape
     if what == "rank":
-        return replace(question, config=_with(question.config, "method", rank=value))
+        return replace(question, config=_with(question.config, rank=value))
     if what == "length":
         prompt = max(1, round(value * shape.prompt / question.length))
         return replace(question, shape=replace(shape, prompt=prompt, response=max(1, value - prompt)))

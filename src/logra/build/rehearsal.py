@@ -22,9 +22,9 @@ from logra import head
 from logra.build.model import build_method
 from logra.build.run import training_plan
 from logra.memory.fake import FakeMeter, Phase, fake_tensors
+from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
 from logra.region import region
 from logra.rl.batch import TrainBatch
-from logra.rl.engines.hf import eval_mode
 from logra.rl.engines.sampling import choose
 from logra.rl.methods import dense
 from logra.rl.methods.base import Method
@@ -32,11 +32,8 @@ from logra.rl.models import offload_inputs, prepare
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.sketch import aligned, capture, sketcher
 from logra.sketch.block import Block
-from logra.sketch.targets import select_targets
 from logra.sketch.update import Update
 from logra.trust import probe
-
-ROLLOUT, GRADIENT, UPDATE = PHASES = ("rollout", "gradient", "update")
 
 
 @dataclass(frozen=True)
@@ -103,18 +100,6 @@ def rehearse(
     return meter.planned
 
 
-def target_shapes(config: cfg.Config, model_config: PretrainedConfig) -> list[tuple[int, ...]]:
-    """(out, in) of every target."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    return [(t.out_features, t.in_features) for t in select_targets(model, config.method.targets)[0]]
-
-
-def num_parameters(model_config: PretrainedConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(model_config).parameters())
-
-
 def _model(config: cfg.Config, model_config: PretrainedConfig, low: bool) -> PreTrainedModel:
     dtype = torch.bfloat16 if low or config.method.weights == "split" else torch.float32
     with region("weights"):
@@ -155,7 +140,7 @@ def _decode(meter: FakeMeter, model: PreTrainedModel, shape: Shape, config: cfg.
     rows, group = shape.decoded, config.rollout.rollouts_per_prompt
     distinct = min(rows, -(-rows // group) + (rows % group > 0), config.rollout.prompts_per_step)
     autocast = config.model.dtype == "bfloat16"
-    with eval_mode(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with head.quiet(model), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ids = torch.zeros(distinct, shape.prompt, dtype=torch.int64)
         mask = torch.ones(rows, shape.prompt + shape.response, dtype=torch.int64)
         output = model(input_ids=ids, attention_mask=mask[:distinct, : shape.prompt], use_cache=True, logits_to_keep=1)

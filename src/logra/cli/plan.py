@@ -31,14 +31,14 @@ from logra.build.rehearsal import Shape
 from logra.cli.console import Console
 from logra.config.sizes import parse_size
 from logra.errors import ConfigError, ModelError
+from logra.memory.formulas import STATE
 from logra.memory.plan import ROWS
 
 DOES_NOT_FIT = 3
 _WIDTH = 118
 _LABELS = {
-    "logra-random": "logra, random", "logra-aligned": "logra, aligned", "dense": "dense AdamW", "adamw_8bit": "8-bit AdamW",
-    "lora": "LoRA", "dora": "DoRA", "galore": "GaLore", "apollo": "APOLLO", "fira": "Fira", "blockllm": "BlockLLM",
-    "lora_pre": "LoRA-Pre",
+    "logra-random": "logra, random", "logra-aligned": "logra, aligned", "dense": "dense AdamW", "lora": "LoRA", "dora": "DoRA",
+    **{name: formula.label for name, formula in STATE.items()},
 }  # fmt: skip
 _HOST = {
     "residual": "residual of split weights, pinned", "offloaded": "offloaded activations, pinned",

@@ -45,11 +45,6 @@ class Phase:
     weight: float = 0.0
 
     @property
-    def moments(self) -> list[dict[str, int]]:
-        """In ascending order of their sums, so the last is the peak; others may be it after sharding."""
-        return sorted(self.tops.values(), key=_sum)
-
-    @property
     def peak(self) -> dict[str, int]:
         return max(self.tops.values(), key=_sum)
 

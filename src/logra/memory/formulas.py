@@ -137,8 +137,3 @@ STATE = {
     "blockllm": Formula("BlockLLM", adamw, share=1.0 - _BLOCKLLM_SPARSITY),
     "lora_pre": Formula("LoRA-Pre", lora_pre, _reconstructed),
 }
-
-
-def state_bytes(label: str, matrices: Iterable[tuple[int, ...]], rank: int) -> int:
-    """Optimizer state of a whole model under one of `STATE`."""
-    return STATE[label].state_bytes([(p, q) for p, q in matrices], rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -123,9 +124,7 @@ def shard_of(shapes: Sequence[tuple[int, ...]], parts: int) -> float:
     """The share of all elements on the fullest of `parts` devices, rows dealt out evenly (FSDP2: dimension 0, rounded up)."""
     whole = mine = 0
     for rows, *rest in shapes:
-        columns = 1
-        for size in rest:
-            columns *= size
+        columns = math.prod(rest)
         whole += rows * columns
         mine += -(-rows // parts) * columns
     return mine / max(1, whole)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import ConfigError, NonFiniteError
+from logra.head import quiet
 from logra.sketch.sketcher import Proposal, Sketcher
 from logra.trust import probe
 
@@ -92,7 +93,7 @@ def measure_kl(
     if proposal.is_zero or scale == 0.0:
         return 0.0
     total, count = 0.0, 0
-    with probe.quiet(model):
+    with quiet(model):
         for rows in probe.groups(batch):
             old = probe.contexts(model, rows)
             with probe.branch(sketcher, proposal, scale):

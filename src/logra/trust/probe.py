@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from logra.errors import UserError
-from logra.head import LEAST, Head, in_compute_dtype, plain_head
+from logra.head import LEAST, Head, in_compute_dtype, plain_head, quiet
 from logra.sketch.capture import Scale
 from logra.sketch.sketcher import Proposal, Sketcher
 
@@ -143,19 +143,6 @@ def attend(
             scores = scores + mask
         parts.append(torch.softmax(scores, -1).to(value.dtype) @ value)
     return torch.cat(parts, dim=-2)
-
-
-@contextlib.contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every module's training flag is restored."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 @contextlib.contextmanager

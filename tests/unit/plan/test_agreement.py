@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from logra import config as cfg
 from logra.build.model import build_method
 from logra.build.plan import model_config_of, with_layers
-from logra.build.rehearsal import GRADIENT, PHASES, ROLLOUT, UPDATE, Shape, rehearse
+from logra.build.rehearsal import Shape, rehearse
 from logra.build.run import training_plan
+from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
 from logra.memory.meter import Meter
 from logra.memory.plan import at_layers
 from logra.region import region

@@ -76,4 +76,4 @@ def test_what_an_update_needs_is_that_of_the_largest_matrix():
 
 
 def test_state_of_a_whole_model():
-    assert formulas.state_bytes("fira", [(8, 4), (8, 4)], 2) == 2 * (4 * (2 * 2 * 8 + 2 * 4) + 4)
+    assert formulas.STATE["fira"].state_bytes([(8, 4), (8, 4)], 2) == 2 * (4 * (2 * 2 * 8 + 2 * 4) + 4)

@@ -18,9 +18,10 @@ from logra.build.plan import (
     plan_memory,
     search,
 )
-from logra.build.rehearsal import GRADIENT, ROLLOUT, UPDATE, Shape
+from logra.build.rehearsal import Shape
 from logra.errors import ConfigError
 from logra.memory.fake import Phase
+from logra.memory.gauge import GRADIENT, ROLLOUT, UPDATE
 from logra.memory.plan import Ledger, PhasePlan, at_layers, first_fault, shard_of
 
 SHAPE = Shape(16, 48, 2, 4)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra.errors import ConfigError, DataError, ModelError, NonFiniteError
+from logra.head import quiet
 from logra.region import region
 from logra.rl.engines.base import check_sampling
 from logra.rl.engines.sampling import choose, rollout_uniforms
@@ -105,7 +105,7 @@ class HFEngine:
         rows = _rows(prompts, num_rollouts, sampling)
         size = self.batch_size or max(1, len(rows))
         cast = torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.autocast)
-        with eval_mode(self.model), torch.no_grad(), cast:
+        with quiet(self.model), cast:
             for start in range(0, len(rows), size):
                 self._decode(rows[start : start + size], sampling)
         return self._rollouts(rows)
@@ -253,15 +253,3 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
             "generation_config.json names one (in Python: pass eos_token_ids)"
         )
     return found
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside. Each submodule gets its own mode back: some may be in eval in a training model."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
