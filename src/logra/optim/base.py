@@ -1,0 +1,224 @@
+"""What the low-rank optimizers of dense weights share: groups, screening of gradients, AdamW for the rest, strict state.
+
+A subclass says what it keeps of a matrix (`_layout`, `_begin`) and how a batch of matrices moves (`_moves`). Here, for all:
+
+- A group whose `rank` is None, and every parameter that is not a matrix, is stepped by AdamW with the same lr and betas.
+- Gradients are looked at before anything moves. One that is not finite raises `NonFiniteError` with the parameter's name.
+- A parameter whose gradient is exactly zero is left as it is, state included (`zero_gradient="step"` steps it all the same, as
+  the published codes do: there one such step stalls a norm-growth limiter for a thousand steps and draws an arbitrary basis).
+- State is float32 whatever the parameter's dtype; the weight is rounded once a step.
+- State holds tensors and numbers only, and is loaded strictly, by name where parameters are named.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from logra.errors import ConfigError, NonFiniteError
+from logra.optim import adam, options, saving
+from logra.optim.batch import Batch, Dense, Move, Slot, batches, merge
+from logra.sketch.targets import clean_name
+
+logger = logging.getLogger(__name__)
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+
+
+class LowRankOptimizer(torch.optim.Optimizer):
+    """Base class. params: parameters, (name, parameter) pairs, or groups of either, such as `param_groups` makes.
+
+    lr, betas, eps, weight_decay (decoupled): as in AdamW. rank: of the groups that do not say otherwise; None: AdamW. seed: of
+    whatever is drawn, with the parameter's name (its place in the list if it has none). zero_gradient: "skip" or "step".
+    """
+
+    FAITHFUL: ClassVar[Mapping[str, Any]] = {
+        "zero_gradient": "step"
+    }  # options with which it is the published code, faults included
+    DECAYS_FIRST: ClassVar[bool] = False  # W <- (1 - lr wd) W before the step (Adam's way) or after it (GaLore's code)
+    CORRECTS_BEFORE_EPS: ClassVar[bool] = False  # eps beside the corrected root (Adam, torch), or beside sqrt(v)
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        rank: int | None,
+        seed: int = 42,
+        zero_gradient: str = "skip",
+        **own: Any,
+    ):
+        defaults = {
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "rank": rank, "seed": seed,
+            "zero_gradient": zero_gradient, **own,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    # -- what a subclass defines ----------------------------------------------------------------------------------------
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if the method's own options are wrong."""
+
+    def _takes(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> bool:
+        """Does the method's rule apply to a matrix of this shape? Otherwise AdamW."""
+        return True
+
+    def _layout(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
+        """Shape and dtype of each state tensor of a matrix."""
+        raise NotImplementedError
+
+    def _begin(self, slot: Slot) -> None:
+        """Fill a matrix's state, all zeros, before its first step."""
+
+    def _moves(self, batch: Batch) -> list[list[Move]]:
+        """Advance the states of a batch of matrices; how each weight moves, the learning rate included."""
+        raise NotImplementedError
+
+    # -- groups -----------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        options.check_names(param_group, self.defaults, type(self).__name__)
+        options.check_common({**self.defaults, **param_group})
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        self._clamp(self.param_groups[-1])
+
+    def _clamp(self, group: dict[str, Any]) -> None:
+        """Say which ranks exceed a matrix's smaller side: they are used as far as they go."""
+        if group["rank"] is None:
+            return
+        small = [p for p in group["params"] if p.ndim == 2 and min(p.shape) < group["rank"]]
+        if small:
+            least = min(min(p.shape) for p in small)
+            logger.warning(
+                "rank %d exceeds the smaller side of %d matrices (down to %d): %s there",
+                group["rank"], len(small), least, self._at_most(),
+            )  # fmt: skip
+
+    def _at_most(self) -> str:
+        return "it is clamped to that side"
+
+    def slots(self) -> list[Slot]:
+        """Every parameter in order, with its name, group and state."""
+        found = []
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                is_matrix = group["rank"] is not None and parameter.ndim == 2
+                is_matrix = is_matrix and self._takes(tuple(parameter.shape), group)
+                found.append(Slot(clean_name(name), parameter, group, self.state[parameter], is_matrix))
+        return found
+
+    def layout(self, slot: Slot) -> Layout:
+        """Shape and dtype of a parameter's state tensors."""
+        if slot.is_matrix:
+            return self._layout(slot.shape, slot.group)
+        return {key: (slot.shape, torch.float32) for key in MOMENTS}
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update from the gradients at hand. closure: computes them and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        slots = self._with_signal()
+        for batch in batches(slots, slots[0].parameter.device.type if slots else "cpu"):
+            self._advance(batch)
+        return loss
+
+    def _with_signal(self) -> list[Slot]:
+        """The parameters to step. Raises before anything moves if a gradient cannot be used."""
+        slots = [slot for slot in self.slots() if slot.parameter.grad is not None]
+        largest = largest_numbers([(slot.name, slot.parameter.grad) for slot in slots])  # type: ignore[misc]
+        for slot, value in zip(slots, largest, strict=True):
+            if not math.isfinite(value):
+                raise NonFiniteError(f"the gradient of {slot.name} is not finite; nothing was applied")
+        return [
+            slot
+            for slot, value in zip(slots, largest, strict=True)
+            if value > 0.0 or slot.group["zero_gradient"] == "step"
+        ]
+
+    def _advance(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if not slot.state:
+                self._start(slot)
+        step = slots[0].state["step"] + 1
+        batch = Batch(slots, [_float32(slot.parameter.grad) for slot in slots], step)
+        moves = self._moves(batch) if slots[0].is_matrix else self._adamw(batch)
+        for slot, own in zip(slots, moves, strict=True):
+            slot.state["step"] = step
+            decay = float(slot.group["lr"]) * slot.group["weight_decay"]
+            merge(slot.parameter, own, decay, self.DECAYS_FIRST)
+
+    def _start(self, slot: Slot) -> None:
+        device = slot.parameter.device
+        slot.state["step"] = 0
+        for key, (shape, dtype) in self.layout(slot).items():
+            slot.state[key] = torch.zeros(shape, dtype=dtype, device=device)
+        if slot.is_matrix:
+            self._begin(slot)
+
+    def _adamw(self, batch: Batch) -> list[list[Move]]:
+        return [[Dense(d, -adam.corrected_step(batch.group, batch.step))] for d in self._adam(batch, batch.gradients)]
+
+    def _adam(self, batch: Batch, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Adam's directions of gradients (projected or not) from the moments in a batch's state, which advance."""
+        means, squares = (batch.states(key) for key in MOMENTS)
+        adam.advance(means, squares, gradients, batch.group["betas"])
+        eps, beta2 = batch.group["eps"], batch.group["betas"][1]
+        return adam.directions(
+            means, squares, eps * math.sqrt(1.0 - beta2**batch.step) if self.CORRECTS_BEFORE_EPS else eps
+        )
+
+    # -- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout, tensors and numbers only; "optimizer" names the class."""
+        return {**super().state_dict(), "optimizer": type(self).__name__, "extra": self._extra()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Strict: other parameters, shapes, dtypes or another optimizer raise `CheckpointError`, and nothing is loaded.
+
+        Parameters are matched by name where both sides have names, so that their order does not matter.
+        """
+        arranged = saving.arrange(self, state_dict)
+        super().load_state_dict({key: arranged[key] for key in ("state", "param_groups")})
+        saving.restore(self, arranged)  # torch has cast the state to the parameters' dtypes
+        self._take_extra(arranged.get("extra") or {})
+
+    def _extra(self) -> dict[str, Any]:
+        """Numbers of the optimizer as a whole."""
+        return {}
+
+    def _take_extra(self, extra: Mapping[str, Any]) -> None:
+        if extra:
+            raise ConfigError(f"{type(self).__name__} keeps no {sorted(extra)}")
+
+
+def largest_numbers(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
+    """max |g| of each gradient (NaN or infinity if one is in it), with one wait for the device."""
+    for name, gradient in gradients:
+        if gradient.is_sparse:
+            raise ConfigError(f"the gradient of {name} is sparse: build the embedding with sparse=False")
+    whole = [g for _, g in gradients if g.numel()]
+    norms = torch._foreach_norm(whole, math.inf) if whole else []
+    values = iter(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).tolist() if norms else ())
+    return [next(values) if g.numel() else 0.0 for _, g in gradients]
+
+
+def _float32(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.float()

@@ -1,0 +1,82 @@
+"""Strict loading of optimizer state: arranged by name and checked whole before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from logra.errors import CheckpointError
+from logra.optim.batch import Slot
+from logra.sketch.targets import clean_name
+
+if TYPE_CHECKING:
+    from logra.optim.base import LowRankOptimizer
+
+
+def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved state with this optimizer's order of parameters; `CheckpointError` if it does not fit."""
+    owner, writer = type(optimizer).__name__, saved.get("optimizer", type(optimizer).__name__)
+    if writer != owner:
+        raise CheckpointError(f"this state was written by {writer}, not by {owner}")
+    groups = saved.get("param_groups", ())
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the saved state has {len(groups)} parameter groups, this optimizer {len(optimizer.param_groups)}"
+        )
+    slots, place, arranged = iter(optimizer.slots()), 0, []
+    state: dict[int, dict[str, Any]] = {}
+    for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+        indices = _indices(ours, theirs)
+        for index in indices:
+            _check(optimizer, next(slots), saved["state"].get(index, {}))
+            if index in saved["state"]:
+                state[place] = saved["state"][index]
+            place += 1
+        arranged.append({**theirs, "params": list(range(place - len(indices), place))})
+        if "param_names" in ours:
+            arranged[-1]["param_names"] = list(ours["param_names"])
+    return {**saved, "state": state, "param_groups": arranged}
+
+
+def _indices(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[int]:
+    """The saved index of each parameter of a group, by name or, where one side has none, by place."""
+    saved = list(theirs["params"])
+    if len(saved) != len(ours["params"]):
+        raise CheckpointError(
+            f"a saved parameter group has {len(saved)} parameters, this optimizer's {len(ours['params'])}"
+        )
+    if "param_names" not in ours or "param_names" not in theirs:
+        return saved
+    by_name = {clean_name(name): index for name, index in zip(theirs["param_names"], saved, strict=True)}
+    absent = [name for name in map(clean_name, ours["param_names"]) if name not in by_name]
+    if absent:
+        raise CheckpointError(f"the saved state has no {absent[0]!r} in the same parameter group")
+    return [by_name[clean_name(name)] for name in ours["param_names"]]
+
+
+def _check(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any]) -> None:
+    if not state:
+        return  # it never had a gradient
+    layout = optimizer.layout(slot)
+    if set(state) != {"step", *layout}:
+        raise CheckpointError(f"the saved state of {slot.name} holds {sorted(state)}, not {sorted(['step', *layout])}")
+    for key, (shape, dtype) in layout.items():
+        value = state[key]
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape) or value.dtype != dtype:
+            found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"{key} of {slot.name} was saved as {found}, this optimizer keeps {tuple(shape)} {dtype}: build it with "
+                "the rank and options that the state was saved with"
+            )
+
+
+def restore(optimizer: LowRankOptimizer, arranged: Mapping[str, Any]) -> None:
+    """Put the saved tensors in place as they are."""
+    for place, slot in enumerate(optimizer.slots()):
+        for key, value in arranged["state"].get(place, {}).items():
+            if isinstance(value, Tensor):
+                slot.state[key] = value.detach().to(slot.parameter.device, copy=True)
+            else:
+                slot.state[key] = int(value) if key == "step" else value
