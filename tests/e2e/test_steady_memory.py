@@ -35,11 +35,13 @@ class Watcher:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_memory_is_flat_over_500_steps(tmp_path):
     flags = {
-        "output_dir": str(tmp_path / "run"), "train.steps": STEPS, "rollout.prompts_per_step": 2,
-        "rollout.rollouts_per_prompt": 4, "rollout.max_new_tokens": 3, "eval": None, "checkpoint.every": 0,
+        "output_dir": str(tmp_path / "run"), "train.steps": STEPS, "rollout.prompts_per_step": 1,
+        "rollout.rollouts_per_prompt": 4, "rollout.max_new_tokens": 2, "eval": None, "checkpoint.every": 0,
         "log.completions": False, "method.basis": "aligned", "method.refresh_every": 4, "trust.measure_every": 50,
+        "trust.probe_rollouts": 1,
     }  # fmt: skip
     run = build_run(cfg.make_config(cfg.apply_overrides(cfg.read_yaml(RECIPE), flags)))
     watcher = Watcher()

@@ -376,7 +376,7 @@ class Memory(Section):
     """Is there enough memory? Planned before the weights are loaded (`logra plan` shows the same)."""
 
     check: Literal["error", "warn", "off"] = "error"
-    """What to do if the plan for the longest rows that the configuration allows exceeds the limit."""
+    """What to do if the plan for the longest rows exceeds the limit."""
     limit: str | None = None
     """Such as 24GiB or 80GB; None: what is free on the device."""
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from logra.errors import ConfigError, NonFiniteError
-from logra.optim import adam, options, saving
-from logra.optim.batch import Batch, Dense, Move, Slot, batches, merge
+from logra.optim import adam, options, saving, sharded
+from logra.optim.batch import Batch, Dense, Move, Slot, batches, local, merge
 from logra.sketch.targets import clean_name
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,14 @@ class LowRankOptimizer(torch.optim.Optimizer):
         options.check_common({**self.defaults, **param_group})
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._groups_changed()
+        for slot in self.slots():
+            sharded.check(slot.name, slot.parameter)
         self._clamp(self.param_groups[-1])
+
+    def _groups_changed(self) -> None:
+        """Forget what was derived from the groups."""
+        self._owners: dict[str, int] | None = None
 
     def _clamp(self, group: dict[str, Any]) -> None:
         """Say which ranks exceed a matrix's smaller side: they are used as far as they go."""
@@ -118,11 +125,22 @@ class LowRankOptimizer(torch.optim.Optimizer):
                 found.append(Slot(clean_name(name), parameter, group, self.state[parameter], is_matrix))
         return found
 
-    def layout(self, slot: Slot) -> Layout:
-        """Shape and dtype of a parameter's state tensors."""
+    def layout(self, slot: Slot, *, whole: bool = False) -> Layout:
+        """Shape and dtype of a parameter's state tensors: on this rank, or (whole) of the unsharded parameter."""
         if slot.is_matrix:
-            return self._layout(slot.shape, slot.group)
-        return {key: (slot.shape, torch.float32) for key in MOMENTS}
+            return self._layout(slot.shape, slot.group) if whole or self._is_here(slot) else {}
+        shape = slot.shape if whole else tuple(local(slot.parameter).shape)
+        return {key: (shape, torch.float32) for key in MOMENTS}
+
+    def owner(self, slot: Slot) -> int:
+        """The rank, in the group that splits its rows, that keeps the state of a sharded matrix and makes its steps."""
+        if self._owners is None:
+            self._owners = sharded.owners(self.slots())
+        return self._owners[slot.name]
+
+    def _is_here(self, slot: Slot) -> bool:
+        group = sharded.group_of(slot)
+        return group is None or torch.distributed.get_rank(group) == self.owner(slot)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -141,7 +159,8 @@ class LowRankOptimizer(torch.optim.Optimizer):
     def _with_signal(self) -> list[Slot]:
         """The parameters to step. Raises before anything moves if a gradient cannot be used."""
         slots = [slot for slot in self.slots() if slot.parameter.grad is not None]
-        largest = largest_numbers([(slot.name, slot.parameter.grad) for slot in slots])  # type: ignore[misc]
+        largest = largest_numbers([(slot.name, local(slot.parameter.grad)) for slot in slots])
+        largest = sharded.largest(slots, largest)
         for slot, value in zip(slots, largest, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteError(f"the gradient of {slot.name} is not finite; nothing was applied")
@@ -156,19 +175,20 @@ class LowRankOptimizer(torch.optim.Optimizer):
             if not slot.state:
                 self._start(slot)
         step = slots[0].state["step"] + 1
-        batch = Batch(slots, [_float32(slot.parameter.grad) for slot in slots], step)
+        if slots[0].is_matrix and sharded.group_of(slots[0]) is not None:
+            return sharded.advance(self, slots, step)
+        batch = Batch(slots, [local(slot.parameter.grad).float() for slot in slots], step)
         moves = self._moves(batch) if slots[0].is_matrix else self._adamw(batch)
         for slot, own in zip(slots, moves, strict=True):
             slot.state["step"] = step
             decay = float(slot.group["lr"]) * slot.group["weight_decay"]
-            merge(slot.parameter, own, decay, self.DECAYS_FIRST)
+            merge(local(slot.parameter), own, decay, self.DECAYS_FIRST)
 
     def _start(self, slot: Slot) -> None:
-        device = slot.parameter.device
         slot.state["step"] = 0
         for key, (shape, dtype) in self.layout(slot).items():
-            slot.state[key] = torch.zeros(shape, dtype=dtype, device=device)
-        if slot.is_matrix:
+            slot.state[key] = torch.zeros(shape, dtype=dtype, device=slot.parameter.device)
+        if slot.is_matrix and self._is_here(slot):
             self._begin(slot)
 
     def _adamw(self, batch: Batch) -> list[list[Move]]:
@@ -194,10 +214,34 @@ class LowRankOptimizer(torch.optim.Optimizer):
 
         Parameters are matched by name where both sides have names, so that their order does not matter.
         """
-        arranged = saving.arrange(self, state_dict)
+        self._load(saving.arrange(self, state_dict))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state that an unsharded optimizer would have, on the CPU, the same on every rank. A collective call.
+
+        What is written once and read by any number of ranks (`load_full_state_dict`).
+        """
+        return sharded.full_state(self)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """`load_state_dict` of a whole state: this rank keeps its part."""
+        self._load(saving.arrange(self, state_dict, whole=True))
+
+    def _load(self, arranged: dict[str, Any]) -> None:
         super().load_state_dict({key: arranged[key] for key in ("state", "param_groups")})
         saving.restore(self, arranged)  # torch has cast the state to the parameters' dtypes
         self._take_extra(arranged.get("extra") or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_extra_state": self._extra()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch calls this for copies and pickles, and again with groups and state alone when a state is loaded."""
+        extra = state.pop("_extra_state", None)
+        super().__setstate__(state)
+        self._groups_changed()
+        if extra is not None:
+            self._take_extra(extra)
 
     def _extra(self) -> dict[str, Any]:
         """Numbers of the optimizer as a whole."""
@@ -217,8 +261,3 @@ def largest_numbers(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
     norms = torch._foreach_norm(whole, math.inf) if whole else []
     values = iter(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).tolist() if norms else ())
     return [next(values) if g.numel() else 0.0 for _, g in gradients]
-
-
-def _float32(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.float()

@@ -38,6 +38,8 @@ class ProjectedOptimizer(LowRankOptimizer):
         "on_refresh": "keep", "zero_gradient": "step", "refresh": "together", "projection": "svd",
     }  # fmt: skip
 
+    failed_refreshes: int = 0  # of this process
+
     def __init__(
         self,
         params: Any,
@@ -51,8 +53,6 @@ class ProjectedOptimizer(LowRankOptimizer):
         refresh: str,
         **common: Any,
     ):
-        self.failed_refreshes = 0
-        self._turns: dict[str, int] = {}
         super().__init__(
             params, lr=lr, rank=rank, update_proj_gap=update_proj_gap, proj_type=proj_type, projection=projection,
             on_refresh=on_refresh, refresh=refresh, **common,
@@ -65,9 +65,9 @@ class ProjectedOptimizer(LowRankOptimizer):
         options.check_choice(group, "on_refresh", ("rotate", "keep", "reset"))
         options.check_choice(group, "refresh", ("staggered", "together"))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._turns = {}
+    def _groups_changed(self) -> None:
+        super()._groups_changed()
+        self._turns: dict[str, int] = {}
 
     def _layout(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
         where = subspace.side(shape, group["proj_type"])

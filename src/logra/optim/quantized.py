@@ -1,7 +1,7 @@
 """Moments in a byte a number: blocks with a float32 scale each (8-bit optimizers, Dettmers et al., arXiv 2110.02861).
 
 Codes are the nearest on a fixed scale over [-1, 1] (first moment) or [0, 1] (second moment, which is never negative), spaced
-as x = u^4 with u uniform: seven orders of magnitude below a block's largest number, like the paper's dynamic map, but with a closed
+as x = u^4 with u uniform: seven orders of magnitude below a block's largest number, like the paper's map, but in closed
 form, so that CPU and CUDA run the same few tensor operations.
 """
 

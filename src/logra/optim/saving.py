@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from logra.errors import CheckpointError
+from logra.optim import sharded
 from logra.optim.batch import Slot
 from logra.sketch.targets import clean_name
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from logra.optim.base import LowRankOptimizer
 
 
-def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved state with this optimizer's order of parameters; `CheckpointError` if it does not fit."""
+def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """The saved state with this optimizer's order of parameters; `CheckpointError` if it does not fit.
+
+    whole: it is that of an unsharded optimizer, of which this rank's part is taken.
+    """
     owner, writer = type(optimizer).__name__, saved.get("optimizer", type(optimizer).__name__)
     if writer != owner:
         raise CheckpointError(f"this state was written by {writer}, not by {owner}")
@@ -30,9 +34,10 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any]) -> dict[str, 
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         indices = _indices(ours, theirs)
         for index in indices:
-            _check(optimizer, next(slots), saved["state"].get(index, {}))
+            slot, own = next(slots), saved["state"].get(index, {})
+            _check(optimizer, slot, own, whole)
             if index in saved["state"]:
-                state[place] = saved["state"][index]
+                state[place] = sharded.own_part(optimizer, slot, own) if whole else own
             place += 1
         arranged.append({**theirs, "params": list(range(place - len(indices), place))})
         if "param_names" in ours:
@@ -56,10 +61,10 @@ def _indices(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[int]:
     return [by_name[clean_name(name)] for name in ours["param_names"]]
 
 
-def _check(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any]) -> None:
+def _check(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any], whole: bool) -> None:
     if not state:
         return  # it never had a gradient
-    layout = optimizer.layout(slot)
+    layout = optimizer.layout(slot, whole=whole)
     if set(state) != {"step", *layout}:
         raise CheckpointError(f"the saved state of {slot.name} holds {sorted(state)}, not {sorted(['step', *layout])}")
     for key, (shape, dtype) in layout.items():
