@@ -62,9 +62,9 @@ def attempt(spec: Spec, options: argparse.Namespace, console: Console) -> bool:
     return True
 
 
-def spawn(arguments: Sequence[str], jobs: int) -> int:
+def spawn(arguments: Sequence[str], jobs: int, script: Path = Path(__file__)) -> int:
     """The same command in `jobs` processes, which share the work by their claims; the first exit code that is not 0."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--jobs", "1"]
+    command = [sys.executable, str(script.resolve()), *arguments, "--jobs", "1"]
     workers = [subprocess.Popen(command) for _ in range(jobs)]
     try:
         codes = [worker.wait() for worker in workers]

@@ -307,7 +307,9 @@ def test_groups_of_a_model(name):
     groups = param_groups(model, **{"rank": RANK, **OPTIONS[name]}, others={"lr": 1e-3})
     optimizer = OPTIMIZERS[name](groups, 0.01)
     listed = [p for g in optimizer.param_groups for p in g["params"]]
-    assert {id(p) for p in listed} == {id(p) for p in model.parameters()} and len(listed) == len({id(p) for p in listed})
+    assert {id(p) for p in listed} == {id(p) for p in model.parameters()} and len(listed) == len(
+        {id(p) for p in listed}
+    )
     matrices = {slot.name for slot in optimizer.slots() if slot.is_matrix}
     assert matrices == {n for n, _ in groups.chosen}
     assert not any("embed" in n or "lm_head" in n or "norm" in n for n in matrices)

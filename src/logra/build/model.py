@@ -16,7 +16,9 @@ from logra.rl.checkpoint import Checkpoint
 from logra.rl.history import has_journal, is_base
 from logra.rl.methods.base import Method, Schedule
 from logra.rl.methods.beside import store_split
+from logra.optim.registry import takes_rank
 from logra.rl.methods.dense import DenseMethod, LoraMethod
+from logra.rl.methods.low_rank import LowRankMethod
 from logra.rl.methods.logra import LograMethod
 from logra.rl.models import load_model, pick_device, set_chat_template
 from logra.trust.region import TrustRegion
@@ -91,6 +93,9 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
             betas=method.betas,
             **common,
         )
+    if method.name != "logra":
+        own = {"seed": config.seed, **({"rank": method.rank} if takes_rank(method.name) else {}), **method.options}
+        return LowRankMethod(method.name, model, schedule, betas=method.betas, **common, **own)
     return LograMethod(
         model,
         schedule,

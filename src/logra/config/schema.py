@@ -46,9 +46,13 @@ class Model(Section):
 
 
 class Method(Section):
-    """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft on them."""
+    """How weights are trained. `logra`: sketches; `dense`: AdamW on the same weights; `lora`: peft on them; the others: the
+    optimizer of that name on the same weights (docs/optimizers.md)."""
 
-    name: Literal["logra", "dense", "lora"] = "logra"
+    name: Literal[
+        "logra", "dense", "lora", "galore", "galore_8bit", "apollo", "apollo_mini", "fira", "lora_pre", "lora_pre_muon",
+        "muon", "blockllm",
+    ] = "logra"  # fmt: skip
     lr: float | None = Field(default=None, gt=0)
     """None: 1e-5; for logra 8e-5 with an aligned basis, 1.0 with variant paper, whose step is set by update_ratio."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -79,6 +83,8 @@ class Method(Section):
     explore: int = Field(default=0, ge=0)
     """aligned: how many of the rank's directions are random, orthogonal to the others."""
     bits: Literal[8, 15] = 8
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """galore, apollo, fira, lora_pre and the like: the optimizer's own options, such as update_proj_gap, scale or projection."""
     lora_alpha: float | None = None
     """LoRA's alpha; the default is the rank, so that the adapter's scale is 1."""
     weights: Literal["fp32", "split"] = "fp32"
@@ -94,6 +100,8 @@ class Method(Section):
         if self.name != "logra" and (self.weights == "split" or self.dense_params):
             what = "weights=split" if self.weights == "split" else "dense_params"
             raise ValueError(f"{what} belongs to method logra, not to {self.name}: leave it out")
+        if self.options and self.name in ("logra", "dense", "lora"):
+            raise ValueError(f"options are those of an optimizer such as galore, not of method {self.name}: leave them out")
         if self.residual == "cpu" and self.weights != "split":
             raise ValueError("residual=cpu needs weights=split: float32 weights have no residual")
         return self

@@ -17,3 +17,11 @@ OPTIMIZERS: dict[str, Maker] = {
     "galore": GaLoreAdamW,
     "galore_8bit": partial(GaLoreAdamW, state_bits=8),
 }
+
+
+_OWN_RANK = {"apollo_mini", "blockllm", "muon"}
+
+
+def takes_rank(name: str) -> bool:
+    """Is the rank a setting of this method? (APOLLO-Mini's is 1, Muon and BlockLLM have none.)"""
+    return name not in _OWN_RANK

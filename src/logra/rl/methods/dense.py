@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from logra import hashing
-from logra.errors import CheckpointError, ConfigError, NonFiniteError
-from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
+from logra.errors import CheckpointError, ConfigError
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, gradient_norm, held_weights, take
 from logra.sketch.targets import Skipped, check_float32, select_targets
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
@@ -66,12 +66,7 @@ class AdamWMethod:
 
     def grad_norm(self) -> float:
         """Norm of all gradients; `NonFiniteError` naming the first that is not finite."""
-        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
-        if not norm < float("inf"):
-            broken = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "some parameter")
-            raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
-        return norm
+        return gradient_norm(self.parameters)
 
     def advance(self, norm: float, lr: float) -> None:
         """Clip, take AdamW's step, count it, forget the gradients."""
