@@ -29,14 +29,18 @@ def check_common(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"betas must be two numbers in [0, 1), got {betas}")
-    if group["rank"] is not None and (int(group["rank"]) != group["rank"] or group["rank"] < 1):
-        raise ConfigError(f"rank must be a whole number of at least 1, or None for plain AdamW, got {group['rank']!r}")
+    rank = group["rank"]
+    if rank is not None and not (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1):
+        raise ConfigError(f"rank must be a whole number of at least 1, or None for plain AdamW, got {rank!r}")
     check_choice(group, "zero_gradient", ("skip", "step"))
 
 
 def check_number(group: Mapping[str, Any], key: str, least: float, most: float = math.inf) -> None:
     """least <= value <= most, finite."""
-    value = float(group[key])
+    try:
+        value = float(group[key])
+    except (TypeError, ValueError):
+        value = math.nan
     if not (math.isfinite(value) and least <= value <= most):
         upper = "" if most == math.inf else f" and at most {most:g}"
         raise ConfigError(f"{key} must be a finite number of at least {least:g}{upper}, got {group[key]!r}")

@@ -36,7 +36,8 @@ class LowRankMethod:
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
         self.num_updates = 0
-        self.optimizer = OPTIMIZERS[name](list(self.parameters.items()), schedule.lr, **options)
+        group = {"params": list(self.parameters.items()), **options}  # options of a group are checked by name
+        self.optimizer = OPTIMIZERS[name]([group], schedule.lr)
 
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
