@@ -159,14 +159,13 @@ class LowRankOptimizer(torch.optim.Optimizer):
     def _with_signal(self) -> list[Slot]:
         """The parameters to step. Raises before anything moves if a gradient cannot be used."""
         slots = [slot for slot in self.slots() if slot.parameter.grad is not None]
-        largest = largest_numbers([(slot.name, local(slot.parameter.grad)) for slot in slots])
-        largest = sharded.largest(slots, largest)
-        for slot, value in zip(slots, largest, strict=True):
+        found = sharded.largest(slots, signals([(slot.name, local(slot.parameter.grad)) for slot in slots]))
+        for slot, value in zip(slots, found, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteError(f"the gradient of {slot.name} is not finite; nothing was applied")
         return [
             slot
-            for slot, value in zip(slots, largest, strict=True)
+            for slot, value in zip(slots, found, strict=True)
             if value > 0.0 or slot.group["zero_gradient"] == "step"
         ]
 
@@ -252,12 +251,22 @@ class LowRankOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__} keeps no {sorted(extra)}")
 
 
-def largest_numbers(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
-    """max |g| of each gradient (NaN or infinity if one is in it), with one wait for the device."""
+def signals(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
+    """Of each gradient a number that is 0.0 if it is exactly zero, and not finite if it holds NaN or infinity.
+
+    Norms, all with one wait for the device; where squares may have under- or overflowed, the largest number itself.
+    """
     for name, gradient in gradients:
         if gradient.is_sparse:
             raise ConfigError(f"the gradient of {name} is sparse: build the embedding with sparse=False")
-    whole = [g for _, g in gradients if g.numel()]
-    norms = torch._foreach_norm(whole, math.inf) if whole else []
-    values = iter(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).tolist() if norms else ())
-    return [next(values) if g.numel() else 0.0 for _, g in gradients]
+    there = [g for _, g in gradients if g.numel()]
+    norms = torch._foreach_norm(there) if there else []
+    values = torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).tolist() if norms else []
+    exact = iter(v if 0.0 < v < math.inf else _largest(g) for v, g in zip(values, there, strict=True))
+    return [next(exact) if g.numel() else 0.0 for _, g in gradients]
+
+
+def _largest(gradient: Tensor) -> float:
+    """max |g|, or NaN if there is one."""
+    low, high = torch.aminmax(gradient)
+    return float(torch.maximum(-low, high))

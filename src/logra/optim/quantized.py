@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-_POWER = 4.0
 
 
 def num_blocks(count: int) -> int:
@@ -24,16 +23,16 @@ def quantize(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1)
     unit = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    roots = unit.abs().clamp(max=1.0).sqrt().sqrt()
-    levels = 127.0 if is_signed else 255.0
-    codes = (roots * levels).round() * (unit.sign() if is_signed else 1.0) + (128.0 if is_signed else 0.0)
-    return codes.to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
+    roots = unit.abs().sqrt_().sqrt_()
+    codes = roots.mul_(127.0).copysign_(unit).add_(128.0) if is_signed else roots.mul_(255.0)
+    return codes.round_().to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     """float32 of the codes' shape."""
     flat = codes.reshape(-1).to(torch.float32)
-    roots = (flat - 128.0) / 127.0 if is_signed else flat / 255.0
-    unit = roots.abs().pow_(_POWER).mul_(roots.sign())
+    unit = flat.sub_(128.0).div_(127.0) if is_signed else flat.div_(255.0)
+    for _ in range(2):
+        unit = unit * unit.abs()
     padded = torch.nn.functional.pad(unit, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     return (padded * scales[:, None]).view(-1)[: len(flat)].view(codes.shape)

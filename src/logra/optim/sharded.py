@@ -66,7 +66,7 @@ def owners(slots: Sequence[Slot]) -> dict[str, int]:
 
 
 def largest(slots: Sequence[Slot], values: Sequence[float]) -> list[float]:
-    """The largest number over all shards of each gradient; what is not finite counts as infinite."""
+    """The largest over all shards of each gradient's number; what is not finite counts as infinite."""
     result = list(values)
     groups = {id(group): group for slot in slots if (group := group_of(slot)) is not None}
     for key, group in groups.items():
