@@ -2,8 +2,9 @@
 
     python benchmarks/optimizer_time.py [--layers 30] [--refresh-layers 2] [--rank 128] [--rounds 5] [--only galore fira]
 
-References: galore-torch (float32 also beside our 8 bits: its own needs CUDA), apollo-torch, fira, torch.optim.Muon; LoRA-Pre has no
-published code and BlockLLM no package, so torch's AdamW stands beside them. Two measurements: an ordinary step (no basis is made), and a step that makes the basis of every matrix anew.
+References: galore-torch (float32 beside our 8 bits too: its own need CUDA), apollo-torch, fira, torch.optim.Muon; LoRA-Pre has no
+published code and BlockLLM no package, so torch's AdamW stands beside them. Two measurements: an ordinary step (no basis is
+made), and a step that makes the basis of every matrix anew.
 Contenders take turns within a round, in an order that changes each round; ratios (ours / reference) are of the same round.
 """
 

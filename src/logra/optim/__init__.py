@@ -2,5 +2,6 @@
 
 from logra.optim.galore import GaLoreAdamW
 from logra.optim.groups import ParamGroups, param_groups
+from logra.optim.registry import OPTIMIZERS, for_trainer
 
-__all__ = ["GaLoreAdamW", "ParamGroups", "param_groups"]
+__all__ = ["OPTIMIZERS", "GaLoreAdamW", "ParamGroups", "for_trainer", "param_groups"]

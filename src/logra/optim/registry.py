@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torch import nn
+
+from logra.errors import ConfigError
 from logra.optim.base import LowRankOptimizer
 from logra.optim.galore import GaLoreAdamW
+from logra.optim.groups import param_groups
 
 
 class Maker(Protocol):
@@ -25,3 +30,24 @@ _OWN_RANK = {"apollo_mini", "blockllm", "muon"}
 def takes_rank(name: str) -> bool:
     """Is the rank a setting of this method? (APOLLO-Mini's is 1, Muon and BlockLLM have none.)"""
     return name not in _OWN_RANK
+
+
+def for_trainer(
+    model: nn.Module,
+    name: str,
+    *,
+    lr: float,
+    rank: int = 128,
+    targets: Sequence[str] | str | None = None,
+    others: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Maker, dict[str, Any]]:
+    """`optimizer_cls_and_kwargs` of Hugging Face's Trainer and of TRL's trainers, for one of `OPTIMIZERS`.
+
+    rank, targets, others: as in `param_groups`; options: the optimizer's own. The Trainer's `learning_rate`, `weight_decay`,
+    betas and `optim_args` do not reach an optimizer that is passed this way: give them here. Its scheduler and clipping do apply.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"no optimizer is called {name!r}: there are {', '.join(OPTIMIZERS)}")
+    groups = param_groups(model, rank if takes_rank(name) else 1, targets, others=others)
+    return OPTIMIZERS[name], {"params": groups, "lr": lr, **options}
