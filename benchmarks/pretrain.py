@@ -318,7 +318,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lrs", nargs="+", type=float, default=list(GRID))
     parser.add_argument("--text", default=STDLIB, help=f"{STDLIB}, or a data set with a column `text`: NAME[:SUBSET]")
     for name, default in (
-        ("vocabulary", 2048), ("steps", 600), ("rows", 8), ("length", 128), ("seed", 1), ("threads", 1), ("jobs", 1),
+        ("vocabulary", 2048), ("steps", 400), ("rows", 8), ("length", 128), ("seed", 1), ("threads", 1), ("jobs", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--store", type=Path, default=STORE, help="folder of finished runs")
