@@ -19,6 +19,9 @@ GAP = 4  # steps between bases: every test of more than that sees a refresh
 # rank-free methods take none; what must be small for refreshes and reselections to happen within a test
 OPTIONS = {
     "galore": {"rank": RANK, "update_proj_gap": GAP}, "galore_8bit": {"rank": RANK, "update_proj_gap": GAP},
+    "apollo": {"rank": RANK, "update_proj_gap": GAP}, "apollo_mini": {"update_proj_gap": GAP},
+    "fira": {"rank": RANK, "update_proj_gap": GAP}, "lora_pre": {"rank": RANK}, "lora_pre_muon": {"rank": RANK}, "muon": {},
+    "blockllm": {"sparsity": 0.4, "trigger": "interval", "update_freq": GAP, "param_update_interval": 2},
 }  # fmt: skip
 SHAPES = {"wide": (6, 10), "tall": (12, 5), "square": (7, 7), "wide_2": (6, 10), "bias": (9,), "norm": (4,)}
 
@@ -115,7 +118,8 @@ def test_state_is_what_the_layout_says_and_the_planner_plans(name):
             assert found == {k: (tuple(shape), dtype) for k, (shape, dtype) in optimizer.layout(slot).items()}
         if slot.is_matrix and found:
             held = sum(v.nbytes for v in slot.state.values() if isinstance(v, torch.Tensor))
-            assert held == formulas.STATE[name].state(*slot.shape, RANK)
+            formula = formulas.adamw if name == "blockllm" else getattr(formulas, name)
+            assert held == formula(*slot.shape, RANK)
 
 
 def test_state_is_tensors_and_numbers_and_continues_bitwise(name):
@@ -254,7 +258,7 @@ def test_closures_schedulers_and_clipping(name):
     closure()
     torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     optimizer.step()
-    assert not torch.equal(parameters["wide"], before["wide"])
+    assert any(not torch.equal(p, before[n]) for n, p in parameters.items())
 
 
 def test_accumulated_gradients_are_one_step(name):

@@ -35,7 +35,8 @@ def lora_pre(p: int, q: int, r: int) -> int:
 
 
 def lora_pre_muon(p: int, q: int, r: int) -> int:
-    return 4 * r * (p + q)
+    """The momentum as a product of rank r; whole where the rank is no less than a side."""
+    return muon(p, q) if min(p, q) <= r else 4 * r * (p + q)
 
 
 def galore(p: int, q: int, r: int) -> int:
@@ -45,8 +46,10 @@ def galore(p: int, q: int, r: int) -> int:
 
 
 def galore_8bit(p: int, q: int, r: int) -> int:
-    """Moments in a byte (scales left out, as in the published figures), projector in bfloat16."""
-    return 2 * r * max(p, q) + 2 * r * min(p, q)
+    """Moments in a byte and their scales, projector in float32 (the published figures leave scales out and have it in bfloat16)."""
+    r = min(r, p, q)
+    seen = r * max(p, q)
+    return 2 * seen + 8 * -(-seen // _QUANT_BLOCK) + 4 * r * min(p, q)
 
 
 def apollo(p: int, q: int, r: int) -> int:

@@ -10,8 +10,11 @@ from torch import nn
 
 from logra.errors import ConfigError
 from logra.optim.base import LowRankOptimizer
+from logra.optim.blockllm import BlockLLM
 from logra.optim.galore import GaLoreAdamW
 from logra.optim.groups import param_groups
+from logra.optim.lora_pre import LoRAPreAdamW, LoRAPreMuon
+from logra.optim.muon import Muon
 
 
 class Maker(Protocol):
@@ -21,6 +24,10 @@ class Maker(Protocol):
 OPTIMIZERS: dict[str, Maker] = {
     "galore": GaLoreAdamW,
     "galore_8bit": partial(GaLoreAdamW, state_bits=8),
+    "lora_pre": LoRAPreAdamW,
+    "lora_pre_muon": LoRAPreMuon,
+    "muon": Muon,
+    "blockllm": BlockLLM,
 }
 
 

@@ -131,10 +131,11 @@ def full_state(optimizer: LowRankOptimizer) -> dict[str, Any]:
     whole_state = optimizer.state_dict()
     for place, slot in enumerate(optimizer.slots()):
         group = group_of(slot)
+        whole_state["state"][place] = _on_cpu(slot.state)
         if group is None or not slot.state:
             continue
         parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, _on_cpu(slot.state), group=group)
+        dist.all_gather_object(parts, whole_state["state"][place], group=group)
         if slot.is_matrix:
             whole_state["state"][place] = parts[optimizer.owner(slot)]
         else:
@@ -158,4 +159,5 @@ def own_part(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any]) 
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+    """A copy that later steps do not change."""
+    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}

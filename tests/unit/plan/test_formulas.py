@@ -18,7 +18,7 @@ SQUARE, WIDE, DOWN = (4096, 4096), (11008, 4096), (1536, 8960)
         (formulas.lora_pre_muon, SQUARE, 64, 2), (formulas.lora_pre_muon, WIDE, 256, 14.75),
         (formulas.galore, SQUARE, 64, 3), (formulas.galore, SQUARE, 256, 12), (formulas.galore, WIDE, 256, 25.5),
         (formulas.galore, DOWN, 256, 19),
-        (formulas.galore_8bit, SQUARE, 64, 1), (formulas.galore_8bit, WIDE, 256, 7.375),
+        (formulas.galore_8bit, SQUARE, 64, 1581056 / 2**20), (formulas.galore_8bit, WIDE, 256, 9918464 / 2**20),
         (formulas.apollo, SQUARE, 64, 2), (formulas.apollo, WIDE, 256, 21.5), (formulas.apollo, DOWN, 256, 17.5),
         (formulas.apollo_mini, SQUARE, 1, 0.031), (formulas.apollo_mini, WIDE, 1, 0.084),
         (formulas.muon, SQUARE, 0, 64), (formulas.muon, DOWN, 0, 52.5),
