@@ -12,7 +12,7 @@ from torch import nn
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.memory import formulas
 from logra.optim import param_groups
-from logra.optim.registry import OPTIMIZERS
+from logra.optim.registry import OPTIMIZERS, takes_rank
 
 RANK = 3
 GAP = 4  # steps between bases: every test of more than that sees a refresh
@@ -308,7 +308,7 @@ def test_groups_of_a_model(name):
     from logra.rl.tiny import tiny_model
 
     model = tiny_model()
-    groups = param_groups(model, **{"rank": RANK, **OPTIONS[name]}, others={"lr": 1e-3})
+    groups = param_groups(model, **{"rank": RANK if takes_rank(name) else 1, **OPTIONS[name]}, others={"lr": 1e-3})
     optimizer = OPTIMIZERS[name](groups, 0.01)
     listed = [p for g in optimizer.param_groups for p in g["params"]]
     assert {id(p) for p in listed} == {id(p) for p in model.parameters()} and len(listed) == len(

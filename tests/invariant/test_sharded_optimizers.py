@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import nn
 from logra.optim import param_groups
-from logra.optim.registry import OPTIMIZERS
+from logra.optim.registry import OPTIMIZERS, takes_rank
 torch.set_num_threads(1)
 
 class Layer(nn.Module):
@@ -41,7 +41,7 @@ OPTIONS = {"galore": {"update_proj_gap": 3}, "galore_8bit": {"update_proj_gap": 
            "apollo": {"update_proj_gap": 3}, "apollo_mini": {"update_proj_gap": 3}, "blockllm": {"trigger": "interval", "update_freq": 2, "sparsity": 0.5}}
 
 def optimizer(name, net):
-    return OPTIMIZERS[name](param_groups(net, rank=3), 0.02, **OPTIONS.get(name, {}))
+    return OPTIMIZERS[name](param_groups(net, rank=3 if takes_rank(name) else 1), 0.02, **OPTIONS.get(name, {}))
 
 def steps(net, opt, first, count, rank=0, ranks=1):
     for step in range(first, first + count):

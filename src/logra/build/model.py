@@ -94,7 +94,10 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
             **common,
         )
     if method.name != "logra":
-        own = {"seed": config.seed, **({"rank": method.rank} if takes_rank(method.name) else {}), **method.options}
+        own: dict[str, Any] = {"seed": config.seed, **({"rank": method.rank} if takes_rank(method.name) else {})}
+        if method.name == "blockllm":
+            own["trigger"] = "interval"  # the loss of a policy gradient does not say how well it does
+        own |= method.options
         return LowRankMethod(method.name, model, schedule, betas=method.betas, **common, **own)
     return LograMethod(
         model,

@@ -53,8 +53,9 @@ def galore_8bit(p: int, q: int, r: int) -> int:
 
 
 def apollo(p: int, q: int, r: int) -> int:
-    """Moments of the projected gradient; the random projector is drawn again from its seed (arXiv 2412.05270)."""
-    return 8 * min(r, p, q) * max(p, q) + 4
+    """GaLore's with a random projector, and the norm that limits growth (arXiv 2412.05270, which leaves the projector out: it could
+    be drawn again from its seed at every step)."""
+    return galore(p, q, r) + 4
 
 
 def apollo_mini(p: int, q: int, r: int = 1) -> int:

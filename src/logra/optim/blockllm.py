@@ -10,7 +10,7 @@ chosen, at first by chance, and chosen anew when training on them no longer pays
 N = m^ / (sqrt(v^) + eps), with one gradient as at Adam's first step where there are no moments: the root of the block's size, so
 that untrained blocks come in turn, the large ones first, and dead ones last.
 
-Where we leave paper and code. `BlockLLM(groups, **BlockLLM.FAITHFUL)` is the code; trigger="paper", on_reselect="reset" the paper:
+Where we leave paper and code (`**BlockLLM.FAITHFUL` is the code; trigger="paper" with on_reselect="reset" the paper):
 1. `selection="paper"`: as above. "code": |g| / exp(f' / t), f' the share of choices, t the step, which is |g| within a part in a
    thousand: Adam's steps do not follow the size of gradients, and the same blocks are chosen again and again. The code starts
    with a count of tensors, not numbers; later it stops at the first block that does not fit, even at none, and blocks that

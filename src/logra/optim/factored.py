@@ -68,29 +68,35 @@ def advance(
 ) -> None:
     """One step of N pairs of factors of one shape, in place. magnitudes: the targets are the absolute values of `targets`."""
     is_in_turn = rule.factors == "in_turn"
-    sized, size_n = ([], rights[0]) if is_in_turn else _sized(lefts, rule)
-    seen_npr, seen_nrq = _seen(sized, rights, targets, magnitudes, "p" if is_in_turn else "both")
+    size_n, gram_nrr, seen_nrq = rights[0], rights[0], rights[0]
+    if is_in_turn:
+        seen_npr, _ = _seen((), rights, targets, magnitudes, "p")
+    else:
+        sized, size_n, gram_nrr = _sized(lefts, rule)
+        seen_npr, seen_nrq = _seen(sized, rights, targets, magnitudes, "both")
     if rule.gauge == "free":
-        gram_nrr = torch.stack([a @ a.t() for a in rights])
-        seen_npr = _solve(gram_nrr, seen_npr.mT, rule).mT
+        seen_npr = _solve(torch.stack([a @ a.t() for a in rights]), seen_npr.mT, rule).mT
     torch._foreach_lerp_(list(lefts), list(seen_npr.mul_(rule.gain)), rule.rate)
     if is_in_turn:
-        sized, size_n = _sized(lefts, rule)
+        sized, size_n, gram_nrr = _sized(lefts, rule)
         _, seen_nrq = _seen(sized, rights, targets, magnitudes, "q")
-    gram_nrr = torch.stack([b.t() @ b for b in sized])
     step_nrq = _within_reach(_solve(gram_nrr, seen_nrq, rule).mul_(rule.gain), size_n, rule)
     torch._foreach_lerp_(list(rights), list(step_nrq), rule.rate)
     if rule.gauge == "orthonormal":
         regauge(lefts, rights)
 
 
-def _sized(lefts: Sequence[Tensor], rule: Rule) -> tuple[list[Tensor], Tensor]:
-    """B / b and b, (N,): the largest number of each B, so that no square underflows; b = 1 where damping is absolute."""
+def _sized(lefts: Sequence[Tensor], rule: Rule) -> tuple[list[Tensor], Tensor, Tensor]:
+    """B / b, b (N,), and the Gram matrices (N, r, r) of B / b. b: the largest number of each B, so that no square underflows.
+
+    b = 1, and B itself comes back, where damping is absolute.
+    """
     if rule.damping_is == "absolute":
-        return list(lefts), lefts[0].new_ones(len(lefts))
+        return list(lefts), lefts[0].new_ones(len(lefts)), torch.stack([b.t() @ b for b in lefts])
     left_npr = torch.stack(list(lefts))
     size_n = left_npr.abs().amax((-2, -1)).clamp_(min=_TINY)
-    return list(left_npr.div_(size_n[:, None, None])), size_n
+    left_npr.div_(size_n[:, None, None])
+    return list(left_npr), size_n, left_npr.mT @ left_npr
 
 
 def _seen(

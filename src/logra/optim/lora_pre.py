@@ -11,8 +11,8 @@ switches: `order="old"` forms m and v from the old factors, as the derivation im
 update_scale=0.25 is the multiplier that the paper's experiments mention.
 
 Where we leave the paper (`LoRAPreAdamW(groups, **LoRAPreAdamW.FAITHFUL)` does not):
-1. `damping_is="relative"`: 1e-6 of the Gram matrix's trace. The paper's is 1e-6 as it stands ("absolute"), which with the
-   gradients of RL (1e-6 and less) drowns the Gram matrix: nothing is learnt.
+1. `damping_is="relative"`: 1e-6 of the Gram matrix's trace. The paper's is 1e-6 as it stands ("absolute"): the error of the mean
+   grows from 0.4% at gradients of 1 to 5% at 1e-5 and 11% at 1e-6, and at 1e-9 nothing is learnt. Ours is the same at any scale.
 2. `gauge="orthonormal"`: right factors have orthonormal rows, and a bound on how they move. Left alone ("free") they drift until
    damping or overflow ends it, and after one gradient of 1000 times the usual size m is 26 times too large for 40 steps.
 3. `second_moment="corrected"`: the square of an average that starts at zero starts quadratically, and 1 / (1 - b2^t)

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from logra.errors import ConfigError
+from logra.optim.apollo import ApolloAdamW, ApolloMini
 from logra.optim.base import LowRankOptimizer
 from logra.optim.blockllm import BlockLLM
+from logra.optim.fira import FiraAdamW
 from logra.optim.galore import GaLoreAdamW
 from logra.optim.groups import param_groups
 from logra.optim.lora_pre import LoRAPreAdamW, LoRAPreMuon
@@ -24,6 +26,9 @@ class Maker(Protocol):
 OPTIMIZERS: dict[str, Maker] = {
     "galore": GaLoreAdamW,
     "galore_8bit": partial(GaLoreAdamW, state_bits=8),
+    "apollo": ApolloAdamW,
+    "apollo_mini": ApolloMini,
+    "fira": FiraAdamW,
     "lora_pre": LoRAPreAdamW,
     "lora_pre_muon": LoRAPreMuon,
     "muon": Muon,

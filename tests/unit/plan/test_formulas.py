@@ -9,6 +9,11 @@ MIB, GIB = 1 << 20, 1 << 30
 SQUARE, WIDE, DOWN = (4096, 4096), (11008, 4096), (1536, 8960)
 
 
+def published_apollo(p, q, r):
+    """Without the projector, which the paper draws again from its seed; ours is kept."""
+    return formulas.apollo(p, q, r) - 4 * r * min(p, q)
+
+
 @pytest.mark.parametrize(
     ("state", "shape", "rank", "mib"),
     [
@@ -19,8 +24,9 @@ SQUARE, WIDE, DOWN = (4096, 4096), (11008, 4096), (1536, 8960)
         (formulas.galore, SQUARE, 64, 3), (formulas.galore, SQUARE, 256, 12), (formulas.galore, WIDE, 256, 25.5),
         (formulas.galore, DOWN, 256, 19),
         (formulas.galore_8bit, SQUARE, 64, 1581056 / 2**20), (formulas.galore_8bit, WIDE, 256, 9918464 / 2**20),
-        (formulas.apollo, SQUARE, 64, 2), (formulas.apollo, WIDE, 256, 21.5), (formulas.apollo, DOWN, 256, 17.5),
-        (formulas.apollo_mini, SQUARE, 1, 0.031), (formulas.apollo_mini, WIDE, 1, 0.084),
+        (published_apollo, SQUARE, 64, 2), (published_apollo, WIDE, 256, 21.5), (published_apollo, DOWN, 256, 17.5),
+        (formulas.apollo, SQUARE, 64, 3),
+        (formulas.apollo_mini, SQUARE, 1, 0.047), (formulas.apollo_mini, WIDE, 1, 0.1),
         (formulas.muon, SQUARE, 0, 64), (formulas.muon, DOWN, 0, 52.5),
         (formulas.lora_all, SQUARE, 64, 8), (formulas.lora_all, WIDE, 256, 59), (formulas.lora_all, DOWN, 256, 41),
         (formulas.logra, SQUARE, 64, 2.016), (formulas.logra, WIDE, 256, 14.792),
@@ -51,7 +57,7 @@ def test_totals_of_whole_models(name, adam, logra, lora_pre, galore, apollo, lor
     matrices = projections(name)
     assert formulas.total(formulas.adamw, matrices, 0) / GIB == pytest.approx(adam, abs=0.006)
     given = {
-        formulas.logra: logra, formulas.galore: galore, formulas.apollo: apollo, formulas.lora_all: lora,
+        formulas.logra: logra, formulas.galore: galore, published_apollo: apollo, formulas.lora_all: lora,
         lambda p, q, r: 8 * r * (p + q): lora_pre,  # the table has it without the fallback for narrow matrices
     }  # fmt: skip
     for state, sizes in given.items():
