@@ -7,7 +7,8 @@
 The default text is what every Python installation carries: the source of its standard library (about 10 MB), by file into
 training and held-out parts. A byte-level BPE is trained on the training part. Models have the published shapes
 (GaLore's and LoRA-Pre's llama_9m to llama_60m) with a vocabulary of `--vocabulary`. An arm is METHOD or METHOD-RANK: the
-method takes the attention and MLP matrices, AdamW the rest, at the same lr, as in the published set-ups. A finished run is
+method takes the attention and MLP matrices, AdamW the rest, at the same lr, as in the published set-ups, where GaLore's and
+LoRA-Pre's steps are a quarter of that; adamw_quarter is dense AdamW with the matrices' lr a quarter of the rest's. A finished run is
 one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
 """
 
@@ -51,9 +52,11 @@ STDLIB = "python-stdlib"
 MODELS = {
     "9m": (128, 352, 4, 4), "20m": (256, 688, 4, 4), "35m": (384, 1024, 8, 6), "60m": (512, 1376, 8, 8),
 }  # fmt: skip
-ARMS = ("adamw", "galore-16", "galore-128", "lora_pre-16", "lora_pre-128")
+ARMS = ("adamw", "adamw_quarter", "galore-16", "galore-128", "lora_pre-16", "lora_pre-128")
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 BETAS = (0.9, 0.95)  # LoRA-Pre's; the same for all
+QUARTER = 0.25  # GaLore's scale, which LoRA-Pre's experiments have too: the matrices' step beside the others'
+PLAIN = ("adamw", "adamw_quarter")
 SHOWN_EVERY = 20
 
 
@@ -140,11 +143,15 @@ def build_model(run: Run) -> LlamaForCausalLM:
 
 
 def build_optimizer(run: Run, model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    if run.arm == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=run.lr, betas=BETAS, weight_decay=0.0)
     name, _, rank = run.arm.partition("-")
-    options = {"rank": int(rank)} if takes_rank(name) else {}
-    groups = param_groups(model, **({"rank": int(rank)} if rank else {"rank": 1}))
+    groups = param_groups(model, int(rank) if rank else 1)
+    if name in PLAIN:
+        share = QUARTER if name == "adamw_quarter" else 1.0
+        plain = [{"params": group["params"], "lr": run.lr * (1.0 if i else share)} for i, group in enumerate(groups)]
+        return torch.optim.AdamW(plain, betas=BETAS, weight_decay=0.0)
+    options: dict[str, Any] = {"rank": int(rank)} if takes_rank(name) else {}
+    if name == "lora_pre":
+        options["update_scale"] = QUARTER
     return OPTIMIZERS[name](groups, run.lr, betas=BETAS, seed=run.seed, **options)
 
 
@@ -313,7 +320,7 @@ def show(arms: Mapping[str, Any], options: argparse.Namespace) -> Table:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="20m")
-    names = "adamw, or METHOD[-RANK]: " + " ".join(OPTIMIZERS)
+    names = "adamw, adamw_quarter, or METHOD[-RANK]: " + " ".join(OPTIMIZERS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help=names)
     parser.add_argument("--lrs", nargs="+", type=float, default=list(GRID))
     parser.add_argument("--text", default=STDLIB, help=f"{STDLIB}, or a data set with a column `text`: NAME[:SUBSET]")
@@ -328,8 +335,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for arm in options.arms:
         name, _, rank = arm.partition("-")
-        if arm != "adamw" and (name not in OPTIMIZERS or takes_rank(name) != rank.isdigit()):
-            parser.error(f"{arm!r} is no arm: adamw, or one of {', '.join(OPTIMIZERS)} with -RANK where it has one")
+        if arm not in PLAIN and (name not in OPTIMIZERS or takes_rank(name) != rank.isdigit()):
+            parser.error(
+                f"{arm!r} is no arm: adamw, adamw_quarter, or one of {', '.join(OPTIMIZERS)} with -RANK where it has one"
+            )
     return options
 
 
