@@ -5,7 +5,15 @@ low-rank: a few of their principal directions hold most of G. One power step, Y 
 at hand anyway, and a QR decomposition give the next basis (orthogonal iteration, Oja's subspace rule).
 
 A is kept as integers times a power of two a row, A = 2^e_i q_i with |q| <= 127: so it can be sent and merged exactly
-(design 2.3). Legend: N tokens, d out features, k in features, r rank.
+(design 2.3).
+
+What it costs while a target is due (all of them in the first `START` updates, later one in `every`): its input x (N, k) stays
+for the backward pass, and Y, (k, r) float32, until the next bases are made. Layers that share an input (q, k and v; gate and
+up) share the kept tensor in float32 and in a bfloat16 model; under autocast from float32 each keeps its own bfloat16 copy.
+A third more saved activations without checkpointing (of Llama-like layers; a fifth under autocast, which saves more anyway);
+with it, one layer's inputs at a time, during its own backward.
+
+Legend: N tokens, d out features, k in features, r rank.
 """
 
 from __future__ import annotations

@@ -51,11 +51,18 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def quantize(
-    factor_dr: Tensor, bits: int, key: int, stream_d: Tensor, row_d: Tensor, scale: float = 1.0
+    factor_dr: Tensor,
+    bits: int,
+    key: int,
+    stream_d: Tensor,
+    row_d: Tensor,
+    scale: float = 1.0,
+    fold: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Stochastic rounding of scale * factor: (q (d, r) int8 or int16, exponent (d,) int8), E[q 2^e] = U to 2^-17 of a quantum.
 
     stream_d, row_d: which row of which target each row is (int64), so that a shard of rows rounds as the whole matrix does.
+    fold: (table (n, r) float32, place (d,) int64): row i of the factor is first multiplied by row place[i] of the table.
     """
     rank, top = factor_dr.shape[1], largest(bits)
     rounded = torch.empty(factor_dr.shape, dtype=BITS[bits], device=factor_dr.device)
@@ -63,7 +70,7 @@ def quantize(
     step = max(1, _CHUNK // rank)
     for start in range(0, len(factor_dr), step):
         rows = slice(start, start + step)
-        scaled = factor_dr[rows] * scale
+        scaled = factor_dr[rows] * scale if fold is None else (factor_dr[rows] * fold[0][fold[1][rows]]).mul_(scale)
         exponent[rows] = row_exponent = row_exponents(scaled, bits)
         inverse = power_of_two(-row_exponent.clamp(max=126)) * torch.where(row_exponent > 126, 0.5, 1.0)
         noise = hashing.uniforms16(key, stream_d[rows], row_d[rows], rank)

@@ -8,8 +8,8 @@ the second moment only when it is applied; a sketch that is exactly zero moves n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from logra import hashing
 from logra.errors import ConfigError, ModelError, NonFiniteError, UpdateError
 from logra.sketch import basis as bases
 from logra.sketch import capture, optimizers, quantize
+from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
 from logra.sketch.saved import fitting
@@ -27,7 +28,7 @@ from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
 
 STATE_VERSION = 1
-_TOGETHER = 1 << 22  # numbers of sketches that are stepped at once
+_CHUNK = 1 << 19  # numbers of sketches that are stepped at once: temporaries stay small and in cache
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Proposal:
 
     factors: (sum d, r) float32, the U of all targets stacked in the order of `Sketcher.names`, its sign included.
     grad_norm: root of sum ||S||^2: with random bases an unbiased estimate of the dense gradient norm (E[A^T A] = I), with
-    aligned ones the norm of what they see of it.
+    aligned ones the norm of what they see of it. sketch_version: torch's count of in-place changes of the sketches when it
+    was made: `apply` advances the moments from the same sketches, so that a proposal needs no copy of them.
     """
 
     factors: Tensor
@@ -46,7 +48,7 @@ class Proposal:
     grad_norm: float
     lr: float
     decay: float
-    moments: Mapping[str, Tensor] = field(default_factory=dict)
+    sketch_version: int
 
     def factor(self, name: str) -> Tensor:
         """U of one target, (d, r) float32: the weight moves by U A."""
@@ -139,9 +141,11 @@ class Sketcher:
 
         The sketches of all targets, one (sum d, r) float32 tensor, and what is collected for the next aligned bases. The same
         shapes on every rank, also on one that had no rollouts. Ranks that sum them the same way (all_reduce) then propose,
-        apply and refresh bit for bit alike, on equal hardware and thread counts (the QR is torch's).
+        apply and refresh bit for bit alike, on equal hardware and thread counts (the QR is torch's). What was proposed before is
+        refused by `apply`.
         """
         self._is_dirty = True
+        torch.autograd.graph.increment_version(self._sketches)  # collectives write without torch counting it
         return [self._sketches, *self._bases.collected(self.update_index)]
 
     def zero(self) -> None:
@@ -166,64 +170,56 @@ class Sketcher:
         self._check_attached()
         if not math.isfinite(lr):
             raise ConfigError(f"the learning rate must be finite, got {lr}")
-        decay = float(lr * self.options["weight_decay"])
+        decay, version = float(lr * self.options["weight_decay"]), self._sketches._version
         norm = float(torch.linalg.vector_norm(self._sketches))
         if not norm < float("inf"):
             raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
         if not self._is_dirty or (norm == 0.0 and not self.has_signal):  # a norm of 0 may be an underflow
-            return Proposal(torch.zeros_like(self._sketches), self._rows, self.update_index, True, 0.0, lr, decay)
-        factors, moments = self._stepped(norm)
-        return Proposal(factors.mul_(-lr), self._rows, self.update_index, False, norm, lr, decay, moments)
+            nothing = torch.zeros_like(self._sketches)
+            return Proposal(nothing, self._rows, self.update_index, True, 0.0, lr, decay, version)
+        factors = self._stepped(norm).mul_(-lr)
+        return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, version)
 
-    def _stepped(self, norm: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """(D of all targets stacked, the moments' next values), some targets at a time: no other full-size tensor exists."""
-        limit = self.options["max_grad_norm"]
-        clip = optimizers.clip_factor(norm, limit) if limit else 1.0
+    def _stepped(self, norm: float) -> Tensor:
+        """D of all targets stacked, some rows at a time: no other full-size tensor exists."""
         direction = torch.empty_like(self._sketches)
-        moments = {key: torch.empty_like(moment) for key, moment in self._moments.items()}
-        for names, rows in self._together():
-            sketches = self._sketches[rows] * clip if limit else self._sketches[rows]
-            mean, corrected, following = self._advanced(sketches, rows)
-            for key, moment in following.items():
-                moments[key][rows] = moment
-            direction[rows] = self._direction(mean, corrected, names)
+        for rows in self._pieces():
+            direction[rows] = self._direction(rows, norm)
         if self.options["variant"] == "paper":
             direction.mul_(self._global_factor(direction))
-        return direction, moments
+        return direction
 
-    def _together(self) -> Iterator[tuple[list[str], slice]]:
-        """Targets in order, with their stacked rows, as many at a time as have `_TOGETHER` numbers in their sketches."""
-        names: list[str] = []
-        for index, name in enumerate(self.names):
-            names.append(name)
-            rows = slice(self._rows[names[0]].start, self._rows[name].stop)
-            if (rows.stop - rows.start) * self.rank >= _TOGETHER or index == len(self.names) - 1:
-                yield names, rows
-                names = []
+    def _pieces(self) -> Iterable[slice]:
+        """All stacked rows in order, about `_CHUNK` numbers at a time; where a target's rows depend on each other, by target."""
+        if self.options["variant"] == "paper":
+            return self._rows.values()
+        count, step = len(self._sketches), max(1, _CHUNK // self.rank)
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
-    def _advanced(self, sketches: Tensor, rows: slice) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """(m_hat, or S without a first moment; v_hat if any; the moments' next values) of some rows."""
-        options, step, moments = self.options, self.update_index + 1, {}
-        mean, corrected = sketches, None
-        if FIRST in self._moments:
-            moments[FIRST], mean = optimizers.first_moment(sketches, self._moments[FIRST][rows], step, options["beta1"])
-        if SECOND in self._moments:
-            advance = optimizers.element_second_moment
-            if options["optimizer"] == "row_adam":
-                advance = optimizers.row_second_moment
-            moments[SECOND], corrected = advance(sketches, self._moments[SECOND][rows], step, options["beta2"])
-        return mean, corrected, moments
+    def _clipped(self, rows: slice, norm: float) -> Tensor:
+        """S of some rows; norm: of all S, which is clipped."""
+        limit = self.options["max_grad_norm"]
+        return self._sketches[rows] * optimizers.clip_factor(norm, limit) if limit else self._sketches[rows]
 
-    def _direction(self, sketches: Tensor, corrected: Tensor | None, names: Sequence[str]) -> Tensor:
-        """D of some targets stacked. sketches: S, or the mean of S."""
-        eps = self.options["eps"]
-        if corrected is None:
-            return sketches
+    def _advanced(self, key: str, rows: slice, sketches: Tensor) -> tuple[Tensor, Tensor]:
+        """(the next value of a moment, the same corrected for its start) of some rows. sketches: `_clipped`."""
+        options, moment, step = self.options, self._moments[key][rows], self.update_index + 1
+        if key == FIRST:
+            return optimizers.first_moment(sketches, moment, step, options["beta1"])
+        if options["optimizer"] == "row_adam":
+            return optimizers.row_second_moment(sketches, moment, step, options["beta2"])
+        return optimizers.element_second_moment(sketches, moment, step, options["beta2"])
+
+    def _direction(self, rows: slice, norm: float) -> Tensor:
+        """D of some rows."""
+        sketches, eps = self._clipped(rows, norm), self.options["eps"]
+        mean = self._advanced(FIRST, rows, sketches)[1] if FIRST in self._moments else sketches
+        if SECOND not in self._moments:
+            return mean
+        corrected = self._advanced(SECOND, rows, sketches)[1]
         if self.options["variant"] == "simplified":
-            return optimizers.row_adam_direction(sketches, corrected, eps)
-        parts = [self._rows[name].stop - self._rows[name].start for name in names]
-        pairs = zip(sketches.split(parts), corrected.split(parts), strict=True)
-        return torch.cat([optimizers.row_adam_paper_direction(own, root, eps) for own, root in pairs])
+            return optimizers.row_adam_direction(mean, corrected, eps)
+        return optimizers.row_adam_paper_direction(mean, corrected, eps)
 
     def _global_factor(self, direction: Tensor) -> float:
         """rho sqrt(sum ||W||^2 / sum ||D A||^2) over all targets (methods.md 1.3)."""
@@ -243,30 +239,47 @@ class Sketcher:
     def apply(self, proposal: Proposal, scale: float = 1.0) -> Update | None:
         """Quantise `scale` times the proposal once, merge it, advance the state, zero the sketches; the Update to send.
 
-        A proposal without signal changes nothing at all and gives None.
+        A proposal without signal changes nothing at all and gives None. Raises `UpdateError` if weights or sketches are no
+        longer those it was made with; one whose merge failed before anything moved can be applied again.
         """
         if proposal.update_index != self.update_index:
             raise UpdateError(
                 f"this proposal was made at update {proposal.update_index}, the weights are at {self.update_index}: propose again"
             )
         self._check_attached()
+        if proposal.sketch_version != self._sketches._version:
+            raise UpdateError(
+                "the sketches changed since this proposal was made (by a backward pass, zero() or accumulated()): propose again"
+            )
         if proposal.is_zero:
             self._bases.forget()
             return None
         update = self.quantize(proposal, scale)
         following = self._bases.following(self.update_index + 1)
-        overlaps = {name: self.basis(name) @ basis.matrix.t() for name, basis in following.items()}
+        overlaps = self._overlaps(following)
         apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
-        for key, moment in proposal.moments.items():
-            self._moments[key].copy_(moment)
+        self._advance(proposal.grad_norm)
         self._carry_over(overlaps)
         self.update_index += 1
         self._bases.take(following)
         self.zero()
         return update
 
+    def _advance(self, norm: float) -> None:
+        """Put the moments' next values in place: those that the proposal was made with, bit for bit."""
+        for rows in self._pieces():
+            sketches = self._clipped(rows, norm)
+            for key, moment in self._moments.items():
+                moment[rows] = self._advanced(key, rows, sketches)[0]
+
+    def _overlaps(self, following: Mapping[str, Basis]) -> dict[str, Tensor]:
+        """A_old A_new^T (r, r) of the targets that get a new basis, if there are moments to take over."""
+        if FIRST not in self._moments and self.options["optimizer"] != "adam":
+            return {}
+        return {name: self.basis(name) @ basis.matrix.t() for name, basis in following.items()}
+
     def _carry_over(self, overlaps: Mapping[str, Tensor]) -> None:
-        """Take the moments over to new bases, target by target; overlaps: A_old A_new^T (r, r)."""
+        """Take the moments over to new bases, target by target."""
         betas = (self.options["beta1"], self.options["beta2"])
         for name, overlap in overlaps.items():
             first, second = (
@@ -300,26 +313,16 @@ class Sketcher:
 
     def _integers(self, factors: Tensor, key: int, scale: float) -> tuple[Tensor, Tensor]:
         """(q, exponent) of all rows, the bases' scales folded in: what is merged is a product of integers."""
-        bits, (stream, number) = self.options["bits"], self._row_numbers()
+        bits, device = self.options["bits"], factors.device
+        sizes = torch.tensor([t.out_features for t in self.targets], device=device)
+        target = torch.arange(len(sizes), device=device).repeat_interleave(sizes, output_size=len(factors))
+        number = torch.cat([torch.arange(t.out_features, device=device) for t in self.targets])
+        streams = [hashing.derive_key("target", name) & hashing.MASK32 for name in self.names]
+        stream = torch.tensor(streams, dtype=torch.int64, device=device)[target]
         if self.options["basis"] != "aligned":
             return quantize.quantize(factors, bits, key, stream, number, scale=scale * bases.scale(self.rank))
-        q = torch.empty(factors.shape, dtype=quantize.BITS[bits], device=factors.device)
-        exponent = torch.empty(len(factors), dtype=torch.int8, device=factors.device)
-        for name, rows in self._rows.items():
-            folded = factors[rows] * self.basis_scale(name)
-            q[rows], exponent[rows] = quantize.quantize(folded, bits, key, stream[rows], number[rows], scale=scale)
-        return q, exponent
-
-    def _row_numbers(self) -> tuple[Tensor, Tensor]:
-        """Of each stacked row: the stream of its target (a hash of the name) and its number within the target."""
-        device = self._sketches.device
-        streams = [hashing.derive_key("target", t.name) & hashing.MASK32 for t in self.targets]
-        sizes = torch.tensor([t.out_features for t in self.targets], device=device)
-        stream = torch.repeat_interleave(
-            torch.tensor(streams, dtype=torch.int64, device=device), sizes, output_size=len(self._sketches)
-        )
-        numbers = [torch.arange(t.out_features, dtype=torch.int64, device=device) for t in self.targets]
-        return stream, torch.cat(numbers)
+        fold = torch.stack([self._bases.scale(name) for name in self.names])  # type: ignore[arg-type]
+        return quantize.quantize(factors, bits, key, stream, number, scale=scale, fold=(fold, target))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

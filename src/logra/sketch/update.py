@@ -114,14 +114,15 @@ def apply_block(
 ) -> None:
     """Apply to any block of rows and columns, in place: weight (d, k) float32, with the matching rows of q and columns of
     the basis. Powers of two are folded into q before the product, which keeps every partial sum exact."""
-    scaled_dr = q_dr.to(weight_dk.device, torch.float32) * power_of_two(exponent_d.to(weight_dk.device))[:, None]
+    q_dr, power_d = q_dr.to(weight_dk.device), power_of_two(exponent_d.to(weight_dk.device))
     basis = basis_rk.to(weight_dk.device, torch.float32)
     rows = max(1, chunk // max(1, weight_dk.shape[1]))
     product = weight_dk.new_empty(min(rows, len(weight_dk)), weight_dk.shape[1])
     with exact_matmul(q_dr.dtype):
         for start in range(0, len(weight_dk), rows):
             block = weight_dk[start : start + rows]
-            delta = torch.mm(scaled_dr[start : start + rows], basis, out=product[: len(block)])
+            scaled = q_dr[start : start + rows].to(torch.float32).mul_(power_d[start : start + rows, None])
+            delta = torch.mm(scaled, basis, out=product[: len(block)])
             if decay:
                 block.mul_(1.0 - decay)
             block.add_(delta)
