@@ -8,8 +8,8 @@ The default text is what every Python installation carries: the source of its st
 training and held-out parts. A byte-level BPE is trained on the training part. Models have the published shapes
 (GaLore's and LoRA-Pre's llama_9m to llama_60m) with a vocabulary of `--vocabulary`. An arm is METHOD or METHOD-RANK: the
 method takes the attention and MLP matrices, AdamW the rest, at the same lr, as in the published set-ups, where GaLore's and
-LoRA-Pre's steps are a quarter of that; adamw_quarter is dense AdamW with the matrices' lr a quarter of the rest's. A finished run is
-one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
+LoRA-Pre's steps are a quarter of that; adamw_quarter is dense AdamW with the matrices' lr a quarter of the rest's. A finished
+run is one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
 """
 
 from __future__ import annotations

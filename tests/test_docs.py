@@ -322,7 +322,11 @@ def test_every_key_is_documented_with_its_type_and_default(heading):
     assert [row[0] for row in rows] == [f"`{key}`" for key in section.model_fields if key in keys]
     for key, kind, default, meaning in rows:
         field = section.model_fields[key.strip("`")]
-        assert kind == type_text(field.annotation, field.metadata), key
+        exact = type_text(field.annotation, field.metadata)
+        if len(exact) > 60:  # too many choices for a column: each is named below the table
+            assert kind == "see below" and all(f"`{choice}`" in doc("configuration") for choice in exact.split(", ")), key
+        else:
+            assert kind == exact, key
         assert meaning
         if field.is_required() or kind == "section":
             assert default == ("required" if field.is_required() else "see below"), key

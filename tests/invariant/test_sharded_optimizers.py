@@ -38,7 +38,8 @@ class Net(nn.Module):
         return sum(layer(x).square().mean() for layer in self.layers)
 
 OPTIONS = {"galore": {"update_proj_gap": 3}, "galore_8bit": {"update_proj_gap": 3}, "fira": {"update_proj_gap": 3},
-           "apollo": {"update_proj_gap": 3}, "apollo_mini": {"update_proj_gap": 3}, "blockllm": {"trigger": "interval", "update_freq": 2, "sparsity": 0.5}}
+           "apollo": {"update_proj_gap": 3}, "apollo_mini": {"update_proj_gap": 3},
+           "blockllm": {"trigger": "interval", "update_freq": 2, "sparsity": 0.5}}
 
 def optimizer(name, net):
     return OPTIMIZERS[name](param_groups(net, rank=3 if takes_rank(name) else 1), 0.02, **OPTIONS.get(name, {}))

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
 from logra.errors import CheckpointError
+from logra.optim.registry import takes_rank
 from logra.rl.checkpoint import Checkpoint
 from logra.rl.history import has_journal, is_base
 from logra.rl.methods.base import Method, Schedule
 from logra.rl.methods.beside import store_split
-from logra.optim.registry import takes_rank
 from logra.rl.methods.dense import DenseMethod, LoraMethod
-from logra.rl.methods.low_rank import LowRankMethod
 from logra.rl.methods.logra import LograMethod
+from logra.rl.methods.low_rank import LowRankMethod
 from logra.rl.models import load_model, pick_device, set_chat_template
 from logra.trust.region import TrustRegion
 

@@ -46,15 +46,15 @@ def galore(p: int, q: int, r: int) -> int:
 
 
 def galore_8bit(p: int, q: int, r: int) -> int:
-    """Moments in a byte and their scales, projector in float32 (the published figures leave scales out and have it in bfloat16)."""
+    """Moments in a byte and their scales, projector in float32 (published figures leave scales out, and have it in bfloat16)."""
     r = min(r, p, q)
     seen = r * max(p, q)
     return 2 * seen + 8 * -(-seen // _QUANT_BLOCK) + 4 * r * min(p, q)
 
 
 def apollo(p: int, q: int, r: int) -> int:
-    """GaLore's with a random projector, and the norm that limits growth (arXiv 2412.05270, which leaves the projector out: it could
-    be drawn again from its seed at every step)."""
+    """GaLore's with a random projector, and the norm that limits growth (arXiv 2412.05270, which leaves the projector out:
+    it could be drawn again from its seed at every step)."""
     return galore(p, q, r) + 4
 
 
