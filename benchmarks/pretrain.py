@@ -7,9 +7,9 @@
 The default text is what every Python installation carries: the source of its standard library (about 10 MB), by file into
 training and held-out parts. A byte-level BPE is trained on the training part. Models have the published shapes
 (GaLore's and LoRA-Pre's llama_9m to llama_60m) with a vocabulary of `--vocabulary`. An arm is METHOD or METHOD-RANK: the
-method takes the attention and MLP matrices, AdamW the rest, at the same lr, as in the published set-ups, where GaLore's and
-LoRA-Pre's steps are a quarter of that; adamw_quarter is dense AdamW with the matrices' lr a quarter of the rest's. A finished
-run is one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
+method takes the attention and MLP matrices, AdamW the rest, at the same fixed lr in every arm: with one lr for both, a method that
+makes smaller steps of the matrices would seem better. The grid is of the matrices' lr. A finished run is
+one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ STDLIB = "python-stdlib"
 MODELS = {
     "9m": (128, 352, 4, 4), "20m": (256, 688, 4, 4), "35m": (384, 1024, 8, 6), "60m": (512, 1376, 8, 8),
 }  # fmt: skip
-ARMS = ("adamw", "adamw_quarter", "galore-16", "galore-128", "lora_pre-16", "lora_pre-128")
-GRID = (1e-3, 3e-3, 1e-2, 3e-2)
+ARMS = ("adamw", "galore-16", "galore-128", "lora_pre-16", "lora_pre-128")
+GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 BETAS = (0.9, 0.95)  # LoRA-Pre's; the same for all
-QUARTER = 0.25  # GaLore's scale, which LoRA-Pre's experiments have too: the matrices' step beside the others'
-PLAIN = ("adamw", "adamw_quarter")
+OTHERS_LR = 1e-2  # of embeddings, head and norms, which AdamW steps in every arm: only the matrices' lr is searched
 SHOWN_EVERY = 20
 
 
@@ -76,7 +75,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        whole = {**asdict(self), "data": digest(self.text, self.vocabulary), "betas": BETAS}
+        whole = {**asdict(self), "data": digest(self.text, self.vocabulary), "betas": BETAS, "others_lr": OTHERS_LR}
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
     def path(self, store: Path) -> Path:
@@ -144,14 +143,11 @@ def build_model(run: Run) -> LlamaForCausalLM:
 
 def build_optimizer(run: Run, model: LlamaForCausalLM) -> torch.optim.Optimizer:
     name, _, rank = run.arm.partition("-")
-    groups = param_groups(model, int(rank) if rank else 1)
-    if name in PLAIN:
-        share = QUARTER if name == "adamw_quarter" else 1.0
-        plain = [{"params": group["params"], "lr": run.lr * (1.0 if i else share)} for i, group in enumerate(groups)]
+    groups = param_groups(model, int(rank) if rank else 1, others={"lr": OTHERS_LR})
+    if name == "adamw":
+        plain = [{"params": group["params"], "lr": group.get("lr", run.lr)} for group in groups]
         return torch.optim.AdamW(plain, betas=BETAS, weight_decay=0.0)
     options: dict[str, Any] = {"rank": int(rank)} if takes_rank(name) else {}
-    if name == "lora_pre":
-        options["update_scale"] = QUARTER
     return OPTIMIZERS[name](groups, run.lr, betas=BETAS, seed=run.seed, **options)
 
 
@@ -320,12 +316,12 @@ def show(arms: Mapping[str, Any], options: argparse.Namespace) -> Table:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="20m")
-    names = "adamw, adamw_quarter, or METHOD[-RANK]: " + " ".join(OPTIMIZERS)
+    names = "adamw, or METHOD[-RANK]: " + " ".join(OPTIMIZERS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help=names)
     parser.add_argument("--lrs", nargs="+", type=float, default=list(GRID))
     parser.add_argument("--text", default=STDLIB, help=f"{STDLIB}, or a data set with a column `text`: NAME[:SUBSET]")
     for name, default in (
-        ("vocabulary", 2048), ("steps", 400), ("rows", 8), ("length", 128), ("seed", 1), ("threads", 1), ("jobs", 1),
+        ("vocabulary", 2048), ("steps", 300), ("rows", 8), ("length", 128), ("seed", 1), ("threads", 1), ("jobs", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--store", type=Path, default=STORE, help="folder of finished runs")
@@ -335,7 +331,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for arm in options.arms:
         name, _, rank = arm.partition("-")
-        if arm not in PLAIN and (name not in OPTIMIZERS or takes_rank(name) != rank.isdigit()):
+        if arm != "adamw" and (name not in OPTIMIZERS or takes_rank(name) != rank.isdigit()):
             parser.error(
                 f"{arm!r} is no arm: adamw, adamw_quarter, or one of {', '.join(OPTIMIZERS)} with -RANK where it has one"
             )
@@ -363,7 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = {
             k: getattr(options, k) for k in ("model", "text", "vocabulary", "steps", "rows", "length", "lrs", "arms")
         }
-        begun = begin_record(name=f"pretrain_{options.model}", config={**config, "betas": BETAS}, seed=options.seed)
+        begun = begin_record(
+            name=f"pretrain_{options.model}",
+            config={**config, "betas": BETAS, "others_lr": OTHERS_LR},
+            seed=options.seed,
+        )
         finish_record(options.record, begun, {"arms": arms, "data": digest(options.text, options.vocabulary)})
     return 0
 
