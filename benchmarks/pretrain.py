@@ -7,9 +7,9 @@
 The default text is what every Python installation carries: the source of its standard library (about 10 MB), by file into
 training and held-out parts. A byte-level BPE is trained on the training part. Models have the published shapes
 (GaLore's and LoRA-Pre's llama_9m to llama_60m) with a vocabulary of `--vocabulary`. An arm is METHOD or METHOD-RANK: the
-method takes the attention and MLP matrices, AdamW the rest, at the same fixed lr in every arm: with one lr for both, a method that
-makes smaller steps of the matrices would seem better. The grid is of the matrices' lr. A finished run is
-one file in the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
+method takes the attention and MLP matrices, AdamW the rest, at the same fixed lr in every arm: with one lr for both, a method
+that makes smaller steps of the matrices would seem better. The grid is of the matrices' lr. A finished run is one file in
+the store, named by a hash of all that shapes it; call again, or from several processes, to go on.
 """
 
 from __future__ import annotations
