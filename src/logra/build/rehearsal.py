@@ -15,15 +15,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from logra import config as cfg
-from logra import head
+from logra import hashing, head
 from logra.build.model import build_method
 from logra.build.run import training_plan
 from logra.memory.fake import FakeMeter, Phase, fake_tensors
 from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
 from logra.region import region
+from logra.rl import step
 from logra.rl.batch import TrainBatch
 from logra.rl.engines.sampling import choose
 from logra.rl.methods import dense
@@ -58,30 +61,33 @@ def rehearse(
     accelerator: bool = False,
     low: bool = False,
     dora: bool = False,
+    whole_logits: bool = False,
 ) -> dict[str, Phase]:
     """Bytes by kind at the peaks of each phase of one step, and on average.
 
     Two microbatches, so that the second meets what the first left. Everything lives on one device; `residual` and `offloaded`
-    are kinds of their own, so whoever plans may count them elsewhere, and so are `proposal` (U and the next moments) and `sync`
+    are kinds of their own, so whoever plans may count them elsewhere, and so are `proposal` (U) and `sync`
     (the integers of the Update), which a meter sees as workspace. phases: those wanted; UPDATE includes GRADIENT. accelerator:
     as the code runs on CUDA. low: all weights in bfloat16, as FSDP gathers them; what is made of them (gradients, moments) is
-    too. dora: LoRA's adapters with DoRA's magnitudes.
+    too. dora: LoRA's adapters with DoRA's magnitudes. whole_logits: as trainers do that do not make them in chunks.
     """
     if low:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
     plan = training_plan(config)
-    with fake_tensors() as meter, _shortened(), _allowed(low, dora), _as_on_cuda(accelerator):
-        model = _model(config, model_config, low)
-        prepare(model, config.model.gradient_checkpointing)
-        if accelerator and config.model.offload_activations:
-            offload_inputs(model)
-        method = build_method(config, model)
-        _register(meter, method)
+    with fake_tensors() as meter, _shortened(meter), _allowed(low, dora, whole_logits), _as_on_cuda(accelerator):
+        with _nothing_drawn():
+            model = _model(config, model_config, low)
+            prepare(model, config.model.gradient_checkpointing)
+            if accelerator and config.model.offload_activations:
+                offload_inputs(model)
+            method = build_method(config, model)
+            _register(meter, method)
+            head.plain_head(method.model)  # looked at once, in no phase
         meter.watch_gradients(method.model.parameters())
         reference = None
         if config.algorithm.kl_coef:
-            with region("weights"):
-                reference = _model(config, model_config, low).requires_grad_(False)
+            reference = _model(config, model_config, low).requires_grad_(False)
+            head.plain_head(reference)
         if ROLLOUT in phases:
             with meter.plan_phase(ROLLOUT), region("workspace"):
                 _decode(meter, model, shape, config)
@@ -95,6 +101,7 @@ def rehearse(
         contexts = _probe(plan.probe_rollouts, min(shape.prompt + shape.response, plan.probe_max_tokens))
         tokens = contexts["input_ids"].shape[1]
         meter.filled = min(1.0, shape.response / max(1, tokens - 1))
+        meter.first = max(0, tokens - 1 - shape.response)
         with meter.plan_phase(UPDATE), region("workspace"):
             method.step(lambda: contexts, plan.loss.temperature)
     return meter.planned
@@ -103,9 +110,11 @@ def rehearse(
 def _model(config: cfg.Config, model_config: PretrainedConfig, low: bool) -> PreTrainedModel:
     dtype = torch.bfloat16 if low or config.method.weights == "split" else torch.float32
     with region("weights"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=config.model.attn_implementation
         )
+    head._noted.add(model)  # planning says it in its own words
+    return model
 
 
 def _register(meter: FakeMeter, method: Method) -> None:
@@ -113,24 +122,23 @@ def _register(meter: FakeMeter, method: Method) -> None:
     own = getattr(method, "sketcher", None)
     if own is not None:
         own.basis_block(own.names[0])
-        _name_the_step(meter, own)
+        _name_the_step(own)
     for kind, tensors in method.held().items():
         meter.register(kind, tensors)
 
 
-def _name_the_step(meter: FakeMeter, own: sketcher.Sketcher) -> None:
-    """What a step is made of, as kinds of its own: sharding divides it by rows, and it is what engines are sent."""
+def _name_the_step(own: sketcher.Sketcher) -> None:
+    """What a step is made of, as kinds of its own from its making on: sharding divides it by rows, and it is what engines are
+    sent. The pieces it is made in go with it, a few MiB."""
     propose, quantize = own.propose, own.quantize
 
     def named_propose(*arguments: Any, **options: Any) -> sketcher.Proposal:
-        proposal = propose(*arguments, **options)
-        meter.register("proposal", [proposal.factors])
-        return proposal
+        with region("proposal"):
+            return propose(*arguments, **options)
 
     def named_quantize(*arguments: Any, **options: Any) -> Update:
-        update = quantize(*arguments, **options)
-        meter.register("sync", [part for f in update.factors.values() for part in (f.q, f.exponent)])
-        return update
+        with region("sync"):
+            return quantize(*arguments, **options)
 
     own.propose, own.quantize = named_propose, named_quantize  # type: ignore[method-assign]
 
@@ -207,8 +215,11 @@ def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _allowed(low: bool, dora: bool) -> Iterator[None]:
+def _allowed(low: bool, dora: bool, whole_logits: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(head, "_is_all", is_all_without_data))
+        for module in (step, probe) if whole_logits else ():
+            stack.enter_context(mock.patch.object(module, "plain_head", lambda model: None))
         if low:
             stack.enter_context(mock.patch.object(dense, "check_float32", lambda targets: None))
             stack.enter_context(mock.patch.object(sketcher, "check_float32", lambda targets: None))
@@ -223,7 +234,10 @@ def _allowed(low: bool, dora: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_on_cuda(wanted: bool) -> Iterator[None]:
     """Where the code does something else there: bfloat16 products that accumulate in float32 without copies, larger chunks of
-    logits, AdamW on all parameters at once."""
+    logits, the fused AdamW.
+
+    torch's fused AdamW is one operation in place, on CPU tensors too, so that fake ones show what it allocates: nothing.
+    """
     if not wanted:
         yield
         return
@@ -236,17 +250,22 @@ def _as_on_cuda(wanted: bool) -> Iterator[None]:
         weighted_Nr.to(x_Nk.dtype)
         return x_Nk.new_empty(x_Nk.shape[1], projected_Nr.shape[1], dtype=torch.float32)
 
+    adamw = torch.optim.AdamW
+
+    def fused_adamw(*arguments: Any, **options: Any) -> torch.optim.AdamW:
+        return adamw(*arguments, **options | {"fused": True})
+
     with (
         mock.patch.object(capture, "accumulate", accumulate_sketch),
         mock.patch.object(aligned, "power_step", power_step),
         mock.patch.dict(head.CHUNK_BYTES, cpu=head.CHUNK_BYTES_ACCELERATOR),
-        mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, foreach=True)),
+        mock.patch.object(torch.optim, "AdamW", fused_adamw),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _shortened() -> Iterator[None]:
+def _shortened(meter: FakeMeter) -> Iterator[None]:
     """What repeats in equal chunks is done twice, which allocates all that it ever does; modules stay where they are.
 
     Moving a module is for its data, and there is none: peft moves adapters, which fake parameters do not survive.
@@ -258,10 +277,114 @@ def _shortened() -> Iterator[None]:
     def twice(loop: Any) -> Any:
         return lambda *arguments: itertools.islice(loop(*arguments), 2)
 
+    def groups(batch: probe.Batch) -> Iterator[probe.Batch]:
+        found = list(all_groups(batch))
+        yield found[0]
+        if len(found) > 1:  # meets what the first left; the others do no more
+            with meter.repeated(len(found) - 1):
+                yield found[1]
+
+    all_groups = probe.groups
     with (
         mock.patch.object(nn.Module, "to", to),
         mock.patch.object(head, "_slices", twice(head._slices)),
         mock.patch.object(probe.Contexts, "logits", twice(probe.Contexts.logits)),
         mock.patch.object(Block, "_chunks", twice(Block._chunks)),
+        mock.patch.object(probe, "groups", groups),
+        mock.patch.object(probe, "attend", functools.partial(_attend, meter, probe.attend)),
     ):
         yield
+
+
+def _attend(
+    meter: FakeMeter, attend: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """`probe.attend` with the last two full blocks of queries (the second meets what the first left) and the rest after them,
+    computed beside the results of all blocks before."""
+    length, size = query.shape[-2], probe._QUERIES
+    skipped = max(0, length // size - 2) * size
+    mask = options.get("attn_mask")
+    if not skipped or rest:
+        return attend(query, key, value, *rest, **options)
+    done = value.new_empty(*query.shape[:-2], skipped, value.shape[-1])
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in (query, key, value)):
+        done = forward_ad.make_dual(done, torch.empty_like(done))
+    if mask is not None and mask.shape[-2] > 1:
+        options["attn_mask"] = mask[..., skipped:, :]
+    with meter.repeated(length / (length - skipped)):
+        last = attend(query[..., skipped:, :], key, value, **options)
+    return torch.cat([done, last], dim=-2)
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Signs of bases as they are kept: whole words of 32 rows where one matrix is drawn alone."""
+
+    def signs(key: int, rows: range, columns: range, device: Any = "cpu") -> Tensor:
+        return torch.empty(-(-rows.stop // 32) * 32, len(columns), dtype=torch.int8, device=device)[: len(rows)]
+
+    def signs_of_many(keys: Sequence[int], rows: range, columns: Sequence[range], device: Any = "cpu") -> list[Tensor]:
+        return [torch.empty(len(rows), len(c), dtype=torch.int8, device=device) for c in columns]
+
+    with mock.patch.object(hashing, "signs", signs), mock.patch.object(hashing, "signs_of_many", signs_of_many):
+        yield
+
+
+# -- what the head does --------------------------------------------------------------------------------------------------------
+
+
+class _Changes(TorchDispatchMode):
+    """Whether an operation that changes numbers comes while it is `on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.seen = False, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        is_by_one = func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.div) and args[1] == 1
+        self.seen |= self.on and func.namespace == "aten" and not func.is_view and not is_by_one
+        return func(*args, **(kwargs or {}))
+
+
+_is_all: dict[tuple[str, str], bool] = {}  # of this process, by class and configuration but for the number of layers
+
+
+def is_all_without_data(model: nn.Module, parts: head.Head) -> bool:
+    """Do decoder and head give the model's logits? As `logra.head` asks, but by what operations come between them and after:
+    models that cap or scale their logits have some. (Another input of the decoder than the model's would not be seen.)"""
+    values: dict[str, Any] = model.config.to_dict()  # type: ignore[operator, union-attr]
+    kept = {k: v for k, v in values.items() if k not in ("num_hidden_layers", "n_layer", "layer_types")}
+    key = (type(model).__name__, repr(kept))
+    if key not in _is_all:
+        _is_all[key] = not _changes(model, parts)
+    return _is_all[key]
+
+
+def _changes(model: nn.Module, parts: head.Head) -> bool:
+    """Runs two tokens through."""
+    ids, changes, handles = torch.arange(2)[None], _Changes(), []
+
+    def switch(on: bool) -> Any:
+        def hook(*_: Any) -> None:
+            changes.on = on
+
+        return hook
+
+    try:
+        handles.append(parts.decoder.register_forward_hook(switch(True)))
+        handles.append(parts.linear.register_forward_pre_hook(switch(False)))
+        handles.append(parts.linear.register_forward_hook(switch(True)))
+        with head.quiet(model), changes:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return changes.seen
+
+
+def makes_whole_logits(model_config: PretrainedConfig) -> bool:
+    """Whether the trainer cannot make this model's logits in chunks, as it caps or scales them."""
+    with fake_tensors():
+        model = AutoModelForCausalLM.from_config(model_config)
+        parts = head._take_apart(model)
+        return parts is None or not is_all_without_data(model, parts)

@@ -13,31 +13,34 @@ from typing import Any
 from rich.table import Table
 
 from logra import config as cfg
+from logra.build.fitting import WHAT, largest
 from logra.build.plan import (
     METHODS,
-    WHAT,
+    PAPER,
     Plan,
     Question,
     as_method,
-    check_memory,
     compare,
-    largest,
     model_config_of,
     plan_memory,
     positions_of,
+    with_layers,
     worst_case,
 )
-from logra.build.rehearsal import Shape
+from logra.build.refusal import check_memory
+from logra.build.rehearsal import Shape, makes_whole_logits
 from logra.cli.console import Console
 from logra.config.sizes import parse_size
 from logra.errors import ConfigError, ModelError
 from logra.memory.formulas import STATE
+from logra.memory.gauge import UPDATE
 from logra.memory.plan import ROWS
 
 DOES_NOT_FIT = 3
 _WIDTH = 118
 _LABELS = {
-    "logra-random": "logra, random", "logra-aligned": "logra, aligned", "dense": "dense AdamW", "lora": "LoRA", "dora": "DoRA",
+    "logra-random": "logra, random", "logra-aligned": "logra, aligned", PAPER: "LoGRA as published",
+    "dense": "dense AdamW", "lora": "LoRA", "dora": "DoRA",
     **{name: formula.label for name, formula in STATE.items()},
 }  # fmt: skip
 _HOST = {
@@ -74,12 +77,14 @@ def refuse(config: cfg.Config) -> None:
     if found is None or found.fault is None or found.question.device_limit is None:
         return
     console = Console(file=sys.stderr, width=_WIDTH, highlight=False)
-    show(console, found, ["planned for the longest rows that the configuration allows, all of their tokens in use"])
+    notes = ["planned for the longest prompt of the data with a response of rollout.max_new_tokens"]
+    notes += [] if UPDATE in found.phases else ["the update was left out: it does not matter any more"]
+    show(console, found, notes)
     if config.memory.check == "warn":
         return
     raise ConfigError(
         f"this run needs {readable(found.peak)} in the {found.worst} phase, there are {readable(found.question.device_limit)}: "
-        f"{remedy(found)}; or set memory.check=warn if the data has shorter rows"
+        f"{remedy(found)}; or set memory.check=warn to try it all the same"
     )
 
 
@@ -102,6 +107,8 @@ def ask(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Question, 
     config = cfg.make_config(cfg.apply_overrides(data, overrides))
     model_config, note = model_config_of(config.model.name_or_path, config.model.revision)
     notes += [note] if note else []
+    if makes_whole_logits(with_layers(model_config, 1)):
+        notes.append("this model caps or scales its logits: they are made whole, not in chunks")
     shape = _shape(config, model_config, arguments)
     question = Question(
         config, model_config, shape,
@@ -132,7 +139,7 @@ def _overrides(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[dic
     label = str(found.pop("method")) if "method" in found else None
     if label in METHODS and label not in ("dense", "lora"):
         found["method.name"] = METHODS[label]
-        if label.startswith("logra-"):
+        if label.startswith("logra-") and label != PAPER:
             found["method.basis"] = label.removeprefix("logra-")
     elif label in ("logra", "dense", "lora"):
         found["method.name"] = label
@@ -144,7 +151,7 @@ def _overrides(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[dic
 def _defaults(label: str, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """What suits an accelerator, where there is no recipe."""
     is_logra = METHODS.get(label, label) == "logra" and overrides.get("method.name", "logra") == "logra"
-    is_wide = overrides.get("model.dtype") == "float32"
+    is_wide = label == PAPER or overrides.get("model.dtype") == "float32"
     data: dict[str, Any] = {
         "model": {"dtype": "bfloat16", "gradient_checkpointing": True},
         "method": {"weights": "split"} if is_logra and not is_wide else {},
@@ -199,7 +206,7 @@ def title(plan: Plan) -> str:
     question = plan.question
     config, shape = question.config, question.shape
     method = _LABELS.get(question.label, "") or config.method.name
-    if config.method.name == "logra":
+    if config.method.name == "logra" and question.label != PAPER:
         method = f"logra, {config.method.basis} basis, {config.method.weights} weights"
         method += ", residual on the host" if config.method.residual == "cpu" else ""
     rank = "" if config.method.name == "dense" and not plan.by_formula else f", rank {config.method.rank}"

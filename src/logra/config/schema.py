@@ -101,7 +101,9 @@ class Method(Section):
             what = "weights=split" if self.weights == "split" else "dense_params"
             raise ValueError(f"{what} belongs to method logra, not to {self.name}: leave it out")
         if self.options and self.name in ("logra", "dense", "lora"):
-            raise ValueError(f"options are those of an optimizer such as galore, not of method {self.name}: leave them out")
+            raise ValueError(
+                f"options are those of an optimizer such as galore, not of method {self.name}: leave them out"
+            )
         if self.residual == "cpu" and self.weights != "split":
             raise ValueError("residual=cpu needs weights=split: float32 weights have no residual")
         return self

@@ -1,4 +1,4 @@
-"""What each published method keeps and needs per weight matrix, in bytes: for methods that the trainer does not have.
+"""What each low-rank method keeps and needs per weight matrix, in bytes: for those that plans do not rehearse.
 
 p x q = (out features, in features), r: rank. State is float32 unless said otherwise. The golden values of the tests are those
 of the papers' formulas worked out by hand.
@@ -112,7 +112,12 @@ def _scaled_gradient(p: int, q: int, r: int) -> int:
 
 
 def _reconstructed(p: int, q: int, r: int) -> int:
-    """LoRA-Pre: m and v whole."""
+    """LoRA-Pre: m whole, which becomes the step; v is made some rows at a time."""
+    return 4 * p * q
+
+
+def _orthogonalised(p: int, q: int, r: int) -> int:
+    """Muon: the momentum's float32 update, and two bfloat16 matrices of Newton and Schulz."""
     return 8 * p * q
 
 
@@ -136,8 +141,12 @@ class Formula:
 STATE = {
     "adamw_8bit": Formula("8-bit AdamW", adamw_8bit),
     "galore": Formula("GaLore", galore, _back_projected),
+    "galore_8bit": Formula("8-bit GaLore", galore_8bit, _back_projected),
     "apollo": Formula("APOLLO", apollo, _scaled_gradient),
+    "apollo_mini": Formula("APOLLO-Mini", apollo_mini, _scaled_gradient),
     "fira": Formula("Fira", fira, _with_residual),
     "blockllm": Formula("BlockLLM", adamw, share=1.0 - _BLOCKLLM_SPARSITY),
     "lora_pre": Formula("LoRA-Pre", lora_pre, _reconstructed),
+    "lora_pre_muon": Formula("LoRA-Pre Muon", lora_pre_muon, _orthogonalised),
+    "muon": Formula("Muon", muon, _orthogonalised),
 }

@@ -18,7 +18,9 @@ def test_the_nearest_code_by_brute_force(is_signed, shape, size):
     levels = torch.arange(-127, 128, dtype=torch.float64) / 127 if is_signed else torch.arange(256.0).double() / 255
     table = levels.sign() * levels**4
     for block, part in enumerate(x.flatten().split(BLOCK)):
-        roots = (part.double() / scales[block].double()).abs() ** 0.25 * part.sign()  # nearest on the scale of the roots
+        roots = (
+            part.double() / scales[block].double()
+        ).abs() ** 0.25 * part.sign()  # nearest on the scale of the roots
         nearest = (levels[None] - roots[:, None]).abs().argmin(1)
         expected = table[nearest] * scales[block].double()
         torch.testing.assert_close(back[block * BLOCK :][: len(part)].double(), expected, rtol=1e-5, atol=0)
