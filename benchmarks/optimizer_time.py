@@ -52,6 +52,8 @@ def ours(label: str) -> Make:
         options: dict[str, Any] = {"rank": rank} if takes_rank(name) else {}
         if label in REFRESHING:
             options["update_proj_gap"] = gap
+        if name == "blockllm":
+            options["trigger"] = "interval"  # there is no loss here
         if projection:
             options["projection"] = projection
         return OPTIMIZERS[name]([(f"layer.{i}", p) for i, p in enumerate(parameters)], 1e-4, **options)

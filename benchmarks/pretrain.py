@@ -42,7 +42,7 @@ from logra import hashing
 from logra.cli.allocator import keep_freed_memory
 from logra.files import write_atomic
 from logra.memory.meter import Meter
-from logra.optim import param_groups
+from logra.optim import BlockLLM, param_groups
 from logra.optim.registry import OPTIMIZERS, takes_rank
 from logra.region import region
 
@@ -148,6 +148,8 @@ def build_optimizer(run: Run, model: LlamaForCausalLM) -> torch.optim.Optimizer:
         plain = [{"params": group["params"], "lr": group.get("lr", run.lr)} for group in groups]
         return torch.optim.AdamW(plain, betas=BETAS, weight_decay=0.0)
     options: dict[str, Any] = {"rank": int(rank)} if takes_rank(name) else {}
+    if name == "blockllm":
+        options |= {"update_freq": max(1, run.steps // 10), "patience": max(1, run.steps // 30)}
     return OPTIMIZERS[name](groups, run.lr, betas=BETAS, seed=run.seed, **options)
 
 
@@ -195,6 +197,8 @@ def one_step(
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if isinstance(optimizer, BlockLLM):
+        optimizer.set_loss(loss)
     before = time.perf_counter()
     with region("workspace"):
         optimizer.step()
