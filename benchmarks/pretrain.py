@@ -53,7 +53,7 @@ MODELS = {
     "9m": (128, 352, 4, 4), "20m": (256, 688, 4, 4), "35m": (384, 1024, 8, 6), "60m": (512, 1376, 8, 8),
 }  # fmt: skip
 ARMS = ("adamw", "galore-16", "galore-128", "lora_pre-16", "lora_pre-128")
-GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 BETAS = (0.9, 0.95)  # LoRA-Pre's; the same for all
 OTHERS_LR = 1e-2  # of embeddings, head and norms, which AdamW steps in every arm: only the matrices' lr is searched
 SHOWN_EVERY = 20
