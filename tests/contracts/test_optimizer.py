@@ -5,6 +5,7 @@ import io
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -350,6 +351,65 @@ def test_bad_options_are_named(name, options, match):
 def test_an_unknown_option_of_a_group_is_named(name):
     with pytest.raises(ConfigError, match="weight_decay"):
         OPTIMIZERS[name]([{"params": list(weights().items()), "weight_decai": 0.1}], 0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"weight_decay": "0.1"}, "weight_decay"), ({"eps": None}, "eps"), ({"betas": 0.9}, "betas"), ({"lr": True}, "lr"),
+        ({"betas": ("a", "b")}, "betas"), ({"seed": "x"}, "seed"),
+    ],
+)  # fmt: skip
+def test_a_group_that_is_refused_leaves_nothing_behind(name, options, match):
+    optimizer = build(name, weights())
+    with pytest.raises(ConfigError, match=match):
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(6, 5)))], **options})
+    with pytest.raises(ConfigError, match="same name"):
+        optimizer.add_param_group({"params": [("wide", nn.Parameter(torch.ones(6, 5)))], **OPTIONS[name]})
+    with pytest.raises(ConfigError, match="floating-point"):
+        optimizer.add_param_group(
+            {"params": [("z", nn.Parameter(torch.ones(6, 5, dtype=torch.complex64)))], **OPTIONS[name]}
+        )
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(6, 5)))], **OPTIONS[name]})
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(name):
+    parameters = weights()
+    optimizer = build(name, parameters, lr=np.float64(0.01), eps=np.float32(1e-8), seed=np.int64(3))
+    run(optimizer, parameters, 1)
+    through_disk(optimizer.state_dict())
+
+
+def test_an_ordinary_state_of_torch_is_refused_whole(name):
+    parameters = weights()
+    optimizer = build(name, parameters)
+    run(optimizer, parameters, 2)
+    other = torch.optim.AdamW(list(weights().items()))
+    before, groups = copy.deepcopy(state_of(optimizer)), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for bad in (other.state_dict(), {}, None, {**optimizer.state_dict(), "extra": {"x": 1}}):
+        with pytest.raises(CheckpointError):
+            optimizer.load_state_dict(bad)
+        same_state(before, state_of(optimizer))
+        assert optimizer.state_dict()["param_groups"] == groups
+
+
+def test_a_state_without_a_step_must_fit_too(name):
+    if "rank" not in OPTIONS[name]:
+        return
+    with pytest.raises(CheckpointError, match="rank"):
+        build(name, weights(), rank=2).load_state_dict(build(name, weights(), rank=4).state_dict())
+
+
+def test_gradients_near_the_largest_number_leave_weights_finite(name):
+    parameters = weights()
+    optimizer = build(name, parameters)
+    run(optimizer, parameters, 2)
+    for n, p in parameters.items():
+        p.grad = torch.full_like(p, 1e25) * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)))
+    optimizer.step()
+    run(optimizer, parameters, 3, start=2)
+    assert all(torch.isfinite(p).all() for p in parameters.values())
 
 
 def test_state_of_something_else_is_refused_whole(name):

@@ -394,3 +394,17 @@ def test_rank_and_lr_follow_the_basis(flags, expected):
 def test_bases_and_optimizers_that_do_not_go_together(flags, match):
     with pytest.raises(ConfigError, match=match):
         make(**flags)
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        ({"name": "galore", "options": {"rank": 3}}, "options.rank is method.rank"),
+        ({"name": "galore_8bit", "options": {"state_bits": 32}}, "galore_8bit"),
+        ({"name": "blockllm", "options": {"trigger": "plateau"}}, "trigger"),
+        ({"name": "logra", "options": {"scale": 1.0}}, "options are those"),
+    ],
+)
+def test_options_of_an_optimizer_do_not_shadow_the_methods(method, match):
+    with pytest.raises(ConfigError, match=match):
+        cfg.make_config({"model": {"name_or_path": "m"}, "data": {"name": "d"}, "method": method})

@@ -248,7 +248,7 @@ def show(console: Console, plan: Plan, notes: Sequence[str]) -> None:
     for note in notes:
         _say(console, f"note: {note}")
     if plan.by_formula:
-        _say(console, "note: optimizer state and update workspace by formula; the trainer does not have this method")
+        _say(console, "note: optimizer state and update workspace by formula, with the optimizer's default options")
     console.print(table(plan))
     console.print(
         f"peak {readable(plan.peak)} in the {plan.worst} phase; mean of gradient and update {readable(plan.mean)}"

@@ -104,6 +104,14 @@ class Method(Section):
             raise ValueError(
                 f"options are those of an optimizer such as galore, not of method {self.name}: leave them out"
             )
+        for key in set(self.options) & {"lr", "rank", "betas", "eps", "weight_decay"}:
+            raise ValueError(f"options.{key} is method.{key}: set it there")
+        if self.name == "galore_8bit" and "state_bits" in self.options:
+            raise ValueError("galore_8bit has state_bits=8: for 32 use name=galore")
+        if self.name == "blockllm" and self.options.get("trigger", "interval") != "interval":
+            raise ValueError(
+                "trigger must be interval here: the other triggers need a loss that says how well the policy does"
+            )
         if self.residual == "cpu" and self.weights != "split":
             raise ValueError("residual=cpu needs weights=split: float32 weights have no residual")
         return self

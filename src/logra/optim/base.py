@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from logra.errors import ConfigError, NonFiniteError
+from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.optim import adam, options, saving, sharded
 from logra.optim.batch import Batch, Dense, Move, Slot, batches, local, merge
 from logra.sketch.targets import clean_name
@@ -61,7 +61,7 @@ class LowRankOptimizer(torch.optim.Optimizer):
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "rank": rank, "seed": seed,
             "zero_gradient": zero_gradient, **own,
         }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, options.plain(defaults))
 
     # -- what a subclass defines ----------------------------------------------------------------------------------------
 
@@ -86,14 +86,43 @@ class LowRankOptimizer(torch.optim.Optimizer):
     # -- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        options.check_names(param_group, self.defaults, type(self).__name__)
-        options.check_common({**self.defaults, **param_group})
-        self._check({**self.defaults, **param_group})
+        """Take up a group. One that is refused leaves nothing behind."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise ConfigError("a parameter group is a dictionary with 'params'")
+        param_group = options.plain(param_group)
+        self.check_options(param_group)
         super().add_param_group(param_group)
-        self._groups_changed()
+        try:
+            self._groups_changed()
+            self._accept()
+        except BaseException:
+            self.param_groups.pop()
+            self._groups_changed()
+            raise
+        self._clamp(self.param_groups[-1])
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for an option that does not exist or has no sensible value."""
+        options.check_names(group, self.defaults, type(self).__name__)
+        options.check_common({**self.defaults, **group})
+        self._check({**self.defaults, **group})
+
+    def _accept(self) -> None:
+        """Raise `ConfigError` for parameters that cannot be stepped, all groups together."""
+        names: set[str] = set()
+        seen: set[int] = set()
         for slot in self.slots():
             sharded.check(slot.name, slot.parameter)
-        self._clamp(self.param_groups[-1])
+            if not slot.parameter.is_floating_point():
+                raise ConfigError(
+                    f"{slot.name} is {slot.parameter.dtype}: only real floating-point parameters can be stepped"
+                )
+            if slot.name in names or id(slot.parameter) in seen:
+                raise ConfigError(
+                    f"two parameters have the same name, {slot.name}, or it is listed twice: names tell state apart"
+                )
+            names.add(slot.name)
+            seen.add(id(slot.parameter))
 
     def _groups_changed(self) -> None:
         """Forget what was derived from the groups."""
@@ -124,6 +153,12 @@ class LowRankOptimizer(torch.optim.Optimizer):
                 is_matrix = is_matrix and self._takes(tuple(parameter.shape), group)
                 found.append(Slot(clean_name(name), parameter, group, self.state[parameter], is_matrix))
         return found
+
+    def layout_of(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
+        """Shape and dtype of the state tensors of an unsharded parameter."""
+        if group["rank"] is not None and len(shape) == 2 and self._takes(shape, group):
+            return self._layout(shape, group)
+        return {key: (shape, torch.float32) for key in MOMENTS}
 
     def layout(self, slot: Slot, *, whole: bool = False) -> Layout:
         """Shape and dtype of a parameter's state tensors: on this rank, or (whole) of the unsharded parameter."""
@@ -227,6 +262,7 @@ class LowRankOptimizer(torch.optim.Optimizer):
         self._load(saving.arrange(self, state_dict, whole=True))
 
     def _load(self, arranged: dict[str, Any]) -> None:
+        self._check_extra(arranged.get("extra") or {}, arranged["state"])
         super().load_state_dict({key: arranged[key] for key in ("state", "param_groups")})
         saving.restore(self, arranged)  # torch has cast the state to the parameters' dtypes
         self._take_extra(arranged.get("extra") or {})
@@ -246,9 +282,13 @@ class LowRankOptimizer(torch.optim.Optimizer):
         """Numbers of the optimizer as a whole."""
         return {}
 
-    def _take_extra(self, extra: Mapping[str, Any]) -> None:
+    def _check_extra(self, extra: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise `CheckpointError` if a saved `_extra` does not fit."""
         if extra:
-            raise ConfigError(f"{type(self).__name__} keeps no {sorted(extra)}")
+            raise CheckpointError(f"{type(self).__name__} keeps no {sorted(extra)}")
+
+    def _take_extra(self, extra: Mapping[str, Any]) -> None:
+        """Put a saved `_extra` in place."""
 
 
 def signals(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
@@ -268,5 +308,5 @@ def signals(gradients: Sequence[tuple[str, Tensor]]) -> list[float]:
 
 def _largest(gradient: Tensor) -> float:
     """max |g|, or NaN if there is one."""
-    low, high = torch.aminmax(gradient)
+    low, high = torch.aminmax(gradient.float())  # what is worked with: of float64 the rest is lost, or infinite
     return float(torch.maximum(-low, high))

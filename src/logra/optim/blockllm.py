@@ -163,8 +163,12 @@ class BlockLLM(LowRankOptimizer):
                 raise ConfigError(f"{key} must be the same in all groups: their blocks are chosen from one pool")
         super().add_param_group(param_group)
         if self._choice is not None:
-            self._enlist()
             self._arrange()
+
+    def _accept(self) -> None:
+        super()._accept()
+        if self._choice is not None:
+            self._enlist()
 
     def _enlist(self) -> None:
         """Take up blocks that are new."""
@@ -317,10 +321,6 @@ class BlockLLM(LowRankOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "toggle": self.toggle, "_loss": None}
-
-    def _load(self, arranged: dict[str, Any]) -> None:
-        self._check_extra(arranged.get("extra") or {}, arranged["state"])
-        super()._load(arranged)
 
     def _extra(self) -> dict[str, Any]:
         """Numbers and names only."""

@@ -57,7 +57,7 @@ class FactoredOptimizer(LowRankOptimizer):
     PRODUCTS: ClassVar[tuple[tuple[str, str], ...]] = (MEAN,)
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        options.check_number(group, "damping", 0.0)
+        options.check_number(group, "damping", 1e-12)  # without any the first solve is singular
         options.check_choice(group, "damping_is", ("relative", "absolute"))
         options.check_choice(group, "order", ("old", "new"))
         options.check_choice(group, "factors", ("together", "in_turn"))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from logra.errors import ConfigError
 
@@ -27,20 +30,27 @@ def check_common(group: Mapping[str, Any]) -> None:
     check_number(group, "eps", 0.0)
     check_number(group, "weight_decay", 0.0)
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(beta, Real) for beta in betas)
+    if not is_pair or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"betas must be two numbers in [0, 1), got {betas}")
     rank = group["rank"]
     if rank is not None and not (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1):
         raise ConfigError(f"rank must be a whole number of at least 1, or None for plain AdamW, got {rank!r}")
     check_choice(group, "zero_gradient", ("skip", "step"))
+    if not isinstance(group["seed"], int):
+        raise ConfigError(f"seed must be a whole number, got {group['seed']!r}")
+
+
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with Python's numbers in place of numpy's, which a safe load of the state would refuse."""
+    return {k: v.item() if hasattr(v, "item") and not isinstance(v, Tensor) else v for k, v in group.items()}
 
 
 def check_number(group: Mapping[str, Any], key: str, least: float, most: float = math.inf) -> None:
     """least <= value <= most, finite."""
-    try:
-        value = float(group[key])
-    except (TypeError, ValueError):
-        value = math.nan
+    given = group[key]
+    is_number = isinstance(given, Real | Tensor) and not isinstance(given, bool)
+    value = float(given) if is_number else math.nan
     if not (math.isfinite(value) and least <= value <= most):
         upper = "" if most == math.inf else f" and at most {most:g}"
         raise ConfigError(f"{key} must be a finite number of at least {least:g}{upper}, got {group[key]!r}")

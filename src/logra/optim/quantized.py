@@ -21,9 +21,11 @@ def quantize(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     """(codes uint8 of the values' shape, scales (blocks,) float32: each block's largest |x|)."""
     flat = values.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = padded.abs().amax(1)
+    scales = (
+        padded.abs().amax(1).clamp(max=torch.finfo(torch.float32).max)
+    )  # an infinite second moment stays huge, not NaN
     unit = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    roots = unit.abs().sqrt_().sqrt_()
+    roots = unit.abs().clamp_(max=1.0).sqrt_().sqrt_()
     codes = roots.mul_(127.0).copysign_(unit).add_(128.0) if is_signed else roots.mul_(255.0)
     return codes.round_().to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
 

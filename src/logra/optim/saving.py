@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from logra.errors import CheckpointError
+from logra.errors import CheckpointError, ConfigError
 from logra.optim import sharded
 from logra.optim.batch import Slot
 from logra.sketch.targets import clean_name
@@ -21,6 +21,8 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: boo
 
     whole: it is that of an unsharded optimizer, of which this rank's part is taken.
     """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        raise CheckpointError("this is no optimizer state: it needs 'state' and 'param_groups'")
     owner, writer = type(optimizer).__name__, saved.get("optimizer", type(optimizer).__name__)
     if writer != owner:
         raise CheckpointError(f"this state was written by {writer}, not by {owner}")
@@ -32,6 +34,7 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: boo
     slots, place, arranged = iter(optimizer.slots()), 0, []
     state: dict[int, dict[str, Any]] = {}
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+        _check_options(optimizer, ours, theirs)
         indices = _indices(ours, theirs)
         for index in indices:
             slot, own = next(slots), saved["state"].get(index, {})
@@ -43,6 +46,26 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: boo
         if "param_names" in ours:
             arranged[-1]["param_names"] = list(ours["param_names"])
     return {**saved, "state": state, "param_groups": arranged}
+
+
+def _check_options(optimizer: LowRankOptimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Saved options replace this optimizer's: all must be there, be possible, and lead to the same state."""
+    absent = sorted(set(optimizer.defaults) - set(theirs))
+    if absent:
+        raise CheckpointError(
+            f"a saved parameter group has no {absent[0]!r}: it is not from {type(optimizer).__name__}"
+        )
+    try:
+        optimizer.check_options(theirs)
+    except ConfigError as error:
+        raise CheckpointError(f"a saved parameter group cannot be used: {error}") from error
+    for parameter in ours["params"]:
+        shape = tuple(parameter.shape)
+        if optimizer.layout_of(shape, ours) != optimizer.layout_of(shape, theirs):
+            raise CheckpointError(
+                f"the state was saved with rank={theirs['rank']} and other options that shape it, this optimizer has "
+                f"rank={ours['rank']}: build it with the options that the state was saved with"
+            )
 
 
 def _indices(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[int]:
@@ -67,6 +90,8 @@ def _check(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any], wh
     layout = optimizer.layout(slot, whole=whole)
     if set(state) != {"step", *layout}:
         raise CheckpointError(f"the saved state of {slot.name} holds {sorted(state)}, not {sorted(['step', *layout])}")
+    if not isinstance(state["step"], int | float | Tensor) or not float(state["step"]) >= 0:
+        raise CheckpointError(f"the saved state of {slot.name} has step {state['step']!r}")
     for key, (shape, dtype) in layout.items():
         value = state[key]
         if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape) or value.dtype != dtype:

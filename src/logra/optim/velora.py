@@ -169,18 +169,30 @@ class _Layer:
 # -- a model ----------------------------------------------------------------------------------------------------------------
 
 
+class _Watch:
+    """Refuses a pass of a model that checkpoints activations; copies of the model, which compute plainly, may."""
+
+    def __init__(self, model_id: int):
+        self.model_id = model_id
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if id(module) == self.model_id:
+            _check_checkpointing(module)
+
+
 class Velora:
     """The compressed layers of a model, as `velora` made them.
 
     names: the modules, in the model's order. Not part of the model: its own state dict and exports are as ever.
     """
 
-    def __init__(self, layers: Sequence[_Layer]):
+    def __init__(self, model: nn.Module, layers: Sequence[_Layer]):
         self._layers = {layer.name: layer for layer in layers}
         self.names = list(self._layers)
         self.is_attached = True
         for layer in layers:
             layer.attach()
+        self._watch = model.register_forward_pre_hook(_Watch(id(model)))
 
     def detach(self) -> None:
         """Give the layers their own forward back. What a pass has kept already stays good for its backward."""
@@ -191,6 +203,7 @@ class Velora:
                 raise ConfigError(f"something else has replaced the forward of {layer.name} since: undo that first")
         for layer in self._layers.values():
             del layer.target.module.forward
+        self._watch.remove()
         self.is_attached = False
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -248,7 +261,7 @@ def velora(
             )
         made.append(_Layer(target, count, float(scale), init, seed))
     logger.info("VeLoRA: %d layers keep a compressed input", len(made))
-    return Velora(made)
+    return Velora(model, made)
 
 
 def _check(model: nn.Module, num_groups: Any, layers: Any, scale: float, init: str) -> None:
@@ -261,6 +274,11 @@ def _check(model: nn.Module, num_groups: Any, layers: Any, scale: float, init: s
         raise ConfigError(f"scale must be a positive finite number, got {scale!r}")
     if init not in INITS:
         raise ConfigError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+    _check_checkpointing(model)
+
+
+def _check_checkpointing(model: nn.Module) -> None:
+    """Also before each pass: trainers switch checkpointing on late."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # as transformers asks it
         raise ConfigError(
             "the model checkpoints activations: inputs of layers are not kept, so VeLoRA would save nothing and still bias the "

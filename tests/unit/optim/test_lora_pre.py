@@ -460,3 +460,8 @@ def test_bad_options_of_adam_are_named(options):
 def test_bad_options_of_muon_are_named(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         LoRAPreMuon(list(zeros().items()), **options)
+
+
+def test_a_damping_of_zero_is_refused():
+    with pytest.raises(ConfigError, match="damping"):
+        LoRAPreAdamW([torch.nn.Parameter(torch.ones(6, 5))], rank=2, damping=0.0)

@@ -472,3 +472,18 @@ def test_layers_that_are_not_there_or_not_trained():
     model = Stack().requires_grad_(False)
     with pytest.raises(ConfigError, match="requires a gradient"):
         velora(model, 3, ["up"])
+
+
+def test_checkpointing_that_is_switched_on_later_is_refused_too():
+    model = tiny_model()
+    handle = velora(model, 16)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one.gradient_checkpointing_enable()
+        one.train()
+    ids = torch.arange(6)[None]
+    copied(input_ids=ids)
+    with pytest.raises(ConfigError, match="checkpoints activations"):
+        model(input_ids=ids)
+    handle.detach()
+    model(input_ids=ids)
