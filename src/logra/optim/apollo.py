@@ -47,7 +47,7 @@ from logra.errors import ConfigError
 from logra.optim import adam, options, subspace
 from logra.optim import limiter as limiters
 from logra.optim.base import Layout
-from logra.optim.batch import Batch, Dense, Move, Slot
+from logra.optim.batch import Batch, Move, Scaled, Slot
 from logra.optim.galore import ProjectedOptimizer
 
 
@@ -125,7 +125,7 @@ class ApolloAdamW(ProjectedOptimizer):
             scales = limiters.limited(scales, batch.gradients, stored, group["limiter"], least, batch.step)
             front = 1.0
         factor = -adam.corrected_step(group, batch.step) * front * behind
-        return [[Dense(scale * g, factor)] for scale, g in zip(scales, batch.gradients, strict=True)]
+        return [[Scaled(g, scale, factor)] for scale, g in zip(scales, batch.gradients, strict=True)]
 
 
 class ApolloMini(ApolloAdamW):

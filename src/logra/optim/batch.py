@@ -68,7 +68,16 @@ class Product:
     factor: float = 1.0
 
 
-Move = Dense | Product
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """The weight moves by factor * scale * whole, scale (p, 1), (1, q) or (1, 1): added without forming the product."""
+
+    whole: Tensor
+    scale: Tensor
+    factor: float = 1.0
+
+
+Move = Dense | Product | Scaled
 
 
 def local(tensor: Any) -> Tensor:
@@ -102,6 +111,8 @@ def merge(weight: Tensor, moves: Sequence[Move], lr_decay: float, decay_first: b
     for move in moves:
         if isinstance(move, Product):
             target.addmm_(move.left, move.right, alpha=move.factor)
+        elif isinstance(move, Scaled):
+            target.addcmul_(move.whole, move.scale, value=move.factor)
         else:
             target.add_(move.whole, alpha=move.factor)
     if lr_decay and not decay_first:

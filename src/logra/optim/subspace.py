@@ -46,20 +46,35 @@ def leading(gradient_pq: Tensor, rank: int, where: str) -> Tensor:
 
 
 def leading_randomised(gradient_pq: Tensor, rank: int, where: str, key: int) -> Tensor:
-    """`leading` in O(p q r): the range of G^T (G G^T) Omega, then the SVD of what of G lies in it. key: of the random signs."""
+    """`leading` in O(p q r): the range of G^T G G^T Omega, then the SVD of what of G lies in it.
+
+    Omega adds the rows of G with random signs into as many sums as wanted (a count sketch, which costs one pass). key: of the
+    signs.
+    """
     matrix = gradient_pq if where == "right" else gradient_pq.t()
     rows, columns = matrix.shape
     rank = min(rank, rows, columns)
     wide = min(rank + _OVERSAMPLING, rows, columns)
-    signs = hashing.signs(key, range(wide), range(rows), matrix.device)
-    norm = torch.linalg.vector_norm(matrix).clamp(min=torch.finfo(torch.float32).tiny)
-    matrix = matrix / norm  # or the cube of a small gradient underflows
-    sample = torch.linalg.qr((signs.to(torch.float32) @ matrix).t()).Q
-    sample = torch.linalg.qr(matrix.t() @ (matrix @ sample)).Q
-    seen = matrix @ sample
+    sums = _sums(matrix, wide, key)
+    size = torch.linalg.vector_norm(sums).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )  # about |G|: else its powers underflow
+    sample = torch.linalg.qr((sums / size).t()).Q
+    sample = torch.linalg.qr(matrix.t() @ ((matrix @ sample) / size) / size).Q
+    seen = (matrix @ sample) / size
     turn = torch.linalg.eigh(seen.t() @ seen).eigenvectors.flip(1)[:, :rank]
     basis = (sample @ turn).t()
     return basis if where == "right" else basis.t()
+
+
+def _sums(matrix: Tensor, count: int, key: int) -> Tensor:
+    """(count, columns): row i of the matrix is added to sum i % count with a random sign."""
+    signs = hashing.signs(key, range(1), range(len(matrix)), matrix.device)[0].to(matrix.dtype)[:, None]
+    sums = torch.zeros((count, matrix.shape[1]), dtype=matrix.dtype, device=matrix.device)
+    for start in range(0, len(matrix), count):
+        rows = slice(start, min(start + count, len(matrix)))
+        sums[: rows.stop - start].addcmul_(matrix[rows], signs[rows])
+    return sums
 
 
 def project(gradient_pq: Tensor, basis: Tensor, where: str) -> Tensor:
