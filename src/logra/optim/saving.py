@@ -50,7 +50,9 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: boo
 
 def _check_options(optimizer: LowRankOptimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Saved options replace this optimizer's: all must be there, be possible, and lead to the same state."""
-    absent = sorted(set(optimizer.defaults) - set(theirs))
+    absent = sorted(
+        set(optimizer.defaults) - set(theirs) - {"differentiable"}
+    )  # which torch adds to the defaults at a load
     if absent:
         raise CheckpointError(
             f"a saved parameter group has no {absent[0]!r}: it is not from {type(optimizer).__name__}"
