@@ -27,9 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import quality_runs
 import torch
 from quality import spawn
-from quality_runs import claimed
 from record import RECORDS, begin_record, finish_record, provenance
 from rich.box import SIMPLE
 from rich.console import Console
@@ -40,7 +40,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from logra import hashing
 from logra.cli.allocator import keep_freed_memory
-from logra.files import write_atomic
 from logra.memory.meter import Meter
 from logra.optim import BlockLLM, param_groups
 from logra.optim.registry import OPTIMIZERS, takes_rank
@@ -264,17 +263,13 @@ def work(options: argparse.Namespace, console: Console) -> None:
 
 
 def attempt(run: Run, options: argparse.Namespace, console: Console) -> bool:
-    with claimed(run, options.store) as mine:  # type: ignore[arg-type]
-        if not mine:
-            return False
-        path = run.path(options.store)
-        if path.exists():
-            return True
-        result = execute(run, options.threads)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (json.dumps(result) + "\n").encode())
-    console.print(f"{run.arm} lr {run.lr:g}: {result.get('perplexity') or result['failed']}, {result['wall_s']:.0f} s")
-    return True
+    """Do one run if nobody else does, and if it is still missing; True if this changed what is wanted."""
+
+    def say(result: Mapping[str, Any]) -> None:
+        end = result.get("perplexity") or result["failed"]
+        console.print(f"{run.arm} lr {run.lr:g}: {end}, {result['wall_s']:.0f} s")
+
+    return quality_runs.attempt(run, options.store, lambda: execute(run, options.threads), say)
 
 
 def summarise(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -332,13 +327,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--summary", action="store_true", help="run nothing: table, and record if all is there")
     parser.add_argument("--record", type=Path, help="default: benchmarks/records/NAME_DATE_COMMIT.json")
     parser.add_argument("--no-record", action="store_true")
+    parser.add_argument(
+        "--worker", action="store_true", help=argparse.SUPPRESS
+    )  # of --jobs: the table is not its business
     options = parser.parse_args(arguments)
     for arm in options.arms:
         name, _, rank = arm.partition("-")
         if arm != "adamw" and (name not in OPTIMIZERS or takes_rank(name) != rank.isdigit()):
-            parser.error(
-                f"{arm!r} is no arm: adamw, adamw_quarter, or one of {', '.join(OPTIMIZERS)} with -RANK where it has one"
-            )
+            parser.error(f"{arm!r} is no arm: {names}, with -RANK where the method has one")
     return options
 
 
@@ -349,11 +345,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     if not options.summary:
         if options.jobs > 1:
-            code = spawn(arguments, options.jobs, Path(__file__))
+            code = spawn([*arguments, "--worker"], options.jobs, Path(__file__))
             if code:
                 return code
         else:
             work(options, console)
+    if options.worker:
+        return 0
     arms, missing = summarise(options)
     console.print(show(arms, options))
     if missing:

@@ -13,7 +13,6 @@ killed process loses the run it was doing and no claim. Arms and tasks: benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import quality_runs
-from quality_runs import BUDGETS, LAST, Spec, choose, claimed, final, load, score, seeds, short, trial_lr
+from quality_runs import BUDGETS, LAST, Spec, choose, final, load, score, seeds, short, trial_lr
 from quality_tasks import ARMS, BY_DEFAULT, TASKS, TUNING_SEED
 from record import RECORDS, begin_record, finish_record
 from rich.box import SIMPLE
@@ -33,7 +32,6 @@ from rich.table import Table
 
 from logra.cli.allocator import keep_freed_memory
 from logra.errors import ConfigError
-from logra.files import write_atomic
 
 STORE = RECORDS / "quality_runs"  # below the records, so that finished runs do not make the tree dirty
 POLL_S = 2.0
@@ -48,18 +46,12 @@ def work(options: argparse.Namespace, console: Console) -> None:
 
 def attempt(spec: Spec, options: argparse.Namespace, console: Console) -> bool:
     """Do one run if nobody else does, and if it is still missing; True if this changed what is wanted."""
-    with claimed(spec, options.store) as mine:
-        if not mine:
-            return False
-        path = spec.path(options.store)
-        if path.exists():
-            return True
-        result = quality_runs.execute(spec, options.threads)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (json.dumps(result) + "\n").encode())
-    end = result.get("failed") or f"reward {score(result):.3f}, pass@1 {final(result)['pass@1']:.3f}"
-    console.print(f"{spec.task} {spec.arm} lr {spec.lr:g} seed {spec.seed}: {end}, {result['wall_s']:.0f} s")
-    return True
+
+    def say(result: Mapping[str, Any]) -> None:
+        end = result.get("failed") or f"reward {score(result):.3f}, pass@1 {final(result)['pass@1']:.3f}"
+        console.print(f"{spec.task} {spec.arm} lr {spec.lr:g} seed {spec.seed}: {end}, {result['wall_s']:.0f} s")
+
+    return quality_runs.attempt(spec, options.store, lambda: quality_runs.execute(spec, options.threads), say)
 
 
 def spawn(arguments: Sequence[str], jobs: int, script: Path = Path(__file__)) -> int:

@@ -9,11 +9,11 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quality_tasks import ARMS, TASKS, TUNING_SEED, materialise, split_rows
 from record import provenance
@@ -21,7 +21,7 @@ from record import provenance
 from logra import config as cfg
 from logra.build import build_run
 from logra.errors import MismatchError, NonFiniteError
-from logra.files import FileLock
+from logra.files import FileLock, write_atomic
 from logra.rl.run_dir import read_metrics
 
 # the KL budget as the only schedule: the largest scale is out of the way, so that the lr hardly matters
@@ -203,8 +203,34 @@ def short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+class Claimable(Protocol):
+    """A run that several processes may want to do: its name, and the file of its result."""
+
+    @property
+    def key(self) -> str: ...
+
+    def path(self, store: Path) -> Path: ...
+
+
+def attempt(
+    run: Claimable, store: Path, execute: Callable[[], dict[str, Any]], say: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Do one run if nobody else does, and if it is still missing; True if this changed what is wanted."""
+    with claimed(run, store) as mine:
+        if not mine:
+            return False
+        path = run.path(store)
+        if path.exists():
+            return True
+        result = execute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, (json.dumps(result) + "\n").encode())
+    say(result)
+    return True
+
+
 @contextmanager
-def claimed(spec: Spec, store: Path) -> Iterator[bool]:
+def claimed(spec: Claimable, store: Path) -> Iterator[bool]:
     """Whether this process has the run for itself. The claim is a lock of the operating system: it ends with its process."""
     folder = store / ".claims"
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,7 @@ PAPER = "logra-paper"  # S and A in float32, whole on every device, ordinary log
 METHODS = {
     "logra-random": "logra", "logra-aligned": "logra", PAPER: "logra", "dense": "dense",
     "adamw_8bit": "dense", "lora": "lora", "dora": "lora",
-    "galore": "dense", "galore_8bit": "dense", "apollo": "dense", "apollo_mini": "dense", "fira": "dense",
-    "blockllm": "dense", "lora_pre": "dense", "lora_pre_muon": "dense", "muon": "dense",
+    **dict.fromkeys(STATE, "dense"),
 }  # fmt: skip
 _rehearsed: dict[tuple[Any, ...], dict[str, Phase]] = {}  # of this process
 

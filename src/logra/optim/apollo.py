@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +46,11 @@ from logra import hashing
 from logra.errors import ConfigError
 from logra.optim import adam, options, subspace
 from logra.optim import limiter as limiters
-from logra.optim.base import Layout
 from logra.optim.batch import Batch, Move, Scaled, Slot
-from logra.optim.galore import ProjectedOptimizer
+from logra.optim.galore import LimitedOptimizer
 
 
-class ApolloAdamW(ProjectedOptimizer):
+class ApolloAdamW(LimitedOptimizer):
     """APOLLO. Per matrix: moments 2 r max(p, q), P r min(p, q), and a number, float32.
 
     rank, scale, update_proj_gap (steps between bases), proj ("random" or "svd"), proj_type ("std": the smaller side;
@@ -59,8 +58,6 @@ class ApolloAdamW(ProjectedOptimizer):
     disable_nl=True is limiter="off". projection: how proj="svd" finds its directions, see `GaLoreAdamW`. P is kept, as in the
     code: to draw it again at each step would save r min(p, q) numbers, but takes the CPU 3.6 ms for 256 x 4096.
     """
-
-    FAITHFUL: ClassVar[Mapping[str, Any]] = {**ProjectedOptimizer.FAITHFUL, "limiter": "published"}
 
     def __init__(
         self,
@@ -95,16 +92,10 @@ class ApolloAdamW(ProjectedOptimizer):
         super()._check(group)
         options.check_number(group, "scale", 0.0)
         options.check_choice(group, "proj", ("random", "svd"))
-        options.check_choice(group, "proj_type", tuple(sorted(subspace.SIDES - {"full"})))
         options.check_choice(group, "scale_type", ("channel", "tensor"))
         options.check_choice(group, "scale_front", (False, True))
-        options.check_choice(group, "limiter", limiters.KINDS)
         if group["proj"] == "random" and group["on_refresh"] == "rotate":
             raise ConfigError("on_refresh='rotate' is for proj='svd'; with proj='random' use 'keep' or 'reset'")
-
-    def _layout(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
-        layout = super()._layout(shape, group)
-        return layout if group["limiter"] == "off" else {**layout, "limiter": ((), torch.float32)}
 
     def _leading(self, slot: Slot, gradient: Tensor, rank: int, where: str, step: int) -> Tensor | None:
         if slot.group["proj"] == "svd":
@@ -114,7 +105,7 @@ class ApolloAdamW(ProjectedOptimizer):
 
     def _moves(self, batch: Batch) -> list[list[Move]]:
         group, seen = batch.group, self._seen(batch)
-        along = _along(batch.slots[0])
+        along = (0, 1) if group["scale_type"] == "tensor" else self._along(batch.slots[0])
         scales = [limiters.scaling(n, r, along) for n, r in zip(self._adam(batch, seen), seen, strict=True)]
         root = math.sqrt(group["scale"])
         front, behind = (root, 1.0) if group["scale_front"] else (1.0, root)
@@ -158,10 +149,3 @@ def random_basis(shape: tuple[int, ...], rank: int, where: str, key: int) -> Ten
     whole = subspace.basis_shape(shape, rank, where)
     generator = torch.Generator().manual_seed(key >> 1)
     return torch.randn(whole, generator=generator).div_(math.sqrt(min(rank, *shape)))
-
-
-def _along(slot: Slot) -> tuple[int, ...]:
-    """The dimensions that a scale's norms are taken along."""
-    if slot.group["scale_type"] == "tensor":
-        return (0, 1)
-    return (1,) if subspace.side(slot.shape, slot.group["proj_type"]) == "right" else (0,)

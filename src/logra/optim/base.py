@@ -38,9 +38,8 @@ class LowRankOptimizer(torch.optim.Optimizer):
     whatever is drawn, with the parameter's name (its place in the list if it has none). zero_gradient: "skip" or "step".
     """
 
-    FAITHFUL: ClassVar[Mapping[str, Any]] = {
-        "zero_gradient": "step"
-    }  # options with which it is the published code, faults included
+    # options with which it is the published code, faults included
+    FAITHFUL: ClassVar[Mapping[str, Any]] = {"zero_gradient": "step"}
     DECAYS_FIRST: ClassVar[bool] = False  # W <- (1 - lr wd) W before the step (Adam's way) or after it (GaLore's code)
     CORRECTS_BEFORE_EPS: ClassVar[bool] = False  # eps beside the corrected root (Adam, torch), or beside sqrt(v)
 
@@ -149,23 +148,24 @@ class LowRankOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
-                is_matrix = group["rank"] is not None and parameter.ndim == 2
-                is_matrix = is_matrix and self._takes(tuple(parameter.shape), group)
+                is_matrix = self._is_matrix(tuple(parameter.shape), group)
                 found.append(Slot(clean_name(name), parameter, group, self.state[parameter], is_matrix))
         return found
 
+    def _is_matrix(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> bool:
+        return group["rank"] is not None and len(shape) == 2 and self._takes(shape, group)
+
     def layout_of(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
         """Shape and dtype of the state tensors of an unsharded parameter."""
-        if group["rank"] is not None and len(shape) == 2 and self._takes(shape, group):
+        if self._is_matrix(shape, group):
             return self._layout(shape, group)
         return {key: (shape, torch.float32) for key in MOMENTS}
 
-    def layout(self, slot: Slot, *, whole: bool = False) -> Layout:
-        """Shape and dtype of a parameter's state tensors: on this rank, or (whole) of the unsharded parameter."""
-        if slot.is_matrix:
-            return self._layout(slot.shape, slot.group) if whole or self._is_here(slot) else {}
-        shape = slot.shape if whole else tuple(local(slot.parameter).shape)
-        return {key: (shape, torch.float32) for key in MOMENTS}
+    def layout(self, slot: Slot) -> Layout:
+        """Shape and dtype of a parameter's state tensors on this rank."""
+        if slot.is_matrix and not self._is_here(slot):
+            return {}
+        return self.layout_of(slot.shape if slot.is_matrix else tuple(local(slot.parameter).shape), slot.group)
 
     def owner(self, slot: Slot) -> int:
         """The rank, in the group that splits its rows, that keeps the state of a sharded matrix and makes its steps."""
@@ -214,9 +214,13 @@ class LowRankOptimizer(torch.optim.Optimizer):
         batch = Batch(slots, [local(slot.parameter.grad).float() for slot in slots], step)
         moves = self._moves(batch) if slots[0].is_matrix else self._adamw(batch)
         for slot, own in zip(slots, moves, strict=True):
-            slot.state["step"] = step
-            decay = float(slot.group["lr"]) * slot.group["weight_decay"]
-            merge(local(slot.parameter), own, decay, self.DECAYS_FIRST)
+            self.move(slot, own, step)
+
+    def move(self, slot: Slot, moves: Sequence[Move], step: int) -> None:
+        """Put a parameter's step number `step` in place, what lies on this rank, and count it."""
+        slot.state["step"] = step
+        decay = float(slot.group["lr"]) * slot.group["weight_decay"]
+        merge(local(slot.parameter), moves, decay, self.DECAYS_FIRST)
 
     def _start(self, slot: Slot) -> None:
         slot.state["step"] = 0

@@ -149,11 +149,7 @@ class BlockLLM(LowRankOptimizer):
         return next((group for group in self.param_groups if group["rank"] is not None), self.defaults)
 
     def _blocks(self) -> dict[str, Slot]:
-        found = [slot for slot in self.slots() if slot.is_matrix]
-        blocks = {slot.name: slot for slot in found}
-        if len(blocks) < len(found):
-            raise ConfigError("two blocks have the same name: give each parameter of the model its own")
-        return blocks
+        return {slot.name: slot for slot in self.slots() if slot.is_matrix}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         whole = {**self.defaults, **param_group}

@@ -29,21 +29,18 @@ from torch import Tensor
 
 from logra.optim import adam, options, subspace
 from logra.optim import limiter as limiters
-from logra.optim.base import Layout
 from logra.optim.batch import Batch, Dense, Move, Product
-from logra.optim.galore import ProjectedOptimizer
+from logra.optim.galore import LimitedOptimizer
 
 
-class FiraAdamW(ProjectedOptimizer):
+class FiraAdamW(LimitedOptimizer):
     """Fira. Per matrix: moments 2 r max(p, q), basis r min(p, q), and a number, float32.
 
     rank, alpha (times GaLore's part of the step), update_proj_gap, proj_type ("std", "reverse_std", "left", "right"): as
     in the official code. residual_uses_alpha, limiter: see the module. Other options: as in `GaLoreAdamW`.
     """
 
-    FAITHFUL: ClassVar[Mapping[str, Any]] = {
-        **ProjectedOptimizer.FAITHFUL, "limiter": "published", "residual_uses_alpha": True,
-    }  # fmt: skip
+    FAITHFUL: ClassVar[Mapping[str, Any]] = {**LimitedOptimizer.FAITHFUL, "residual_uses_alpha": True}
 
     def __init__(
         self,
@@ -75,13 +72,7 @@ class FiraAdamW(ProjectedOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         options.check_number(group, "alpha", 0.0)
-        options.check_choice(group, "proj_type", tuple(sorted(subspace.SIDES - {"full"})))
         options.check_choice(group, "residual_uses_alpha", (False, True))
-        options.check_choice(group, "limiter", limiters.KINDS)
-
-    def _layout(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
-        layout = super()._layout(shape, group)
-        return layout if group["limiter"] == "off" else {**layout, "limiter": ((), torch.float32)}
 
     def _moves(self, batch: Batch) -> list[list[Move]]:
         group, seen, bases = batch.group, self._seen(batch), batch.states("basis")
@@ -91,8 +82,7 @@ class FiraAdamW(ProjectedOptimizer):
         residuals = [
             residual(g, r, basis, where, share) for g, r, basis in zip(batch.gradients, seen, bases, strict=True)
         ]
-        along = (1,) if where == "right" else (0,)
-        scales = [limiters.scaling(n, r, along) for n, r in zip(normed, seen, strict=True)]
+        scales = [limiters.scaling(n, r, self._along(batch.slots[0])) for n, r in zip(normed, seen, strict=True)]
         if group["limiter"] != "off":
             least, stored = limiters.worth(seen[0].shape), batch.states("limiter")
             scales = limiters.limited(scales, residuals, stored, group["limiter"], least, batch.step)

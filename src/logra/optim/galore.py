@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from logra import hashing
-from logra.optim import adam, options, quantized, subspace
+from logra.optim import adam, limiter, options, quantized, subspace
 from logra.optim.base import MOMENTS, Layout, LowRankOptimizer
 from logra.optim.batch import Batch, Move, Product, Slot
 from logra.sketch.optimizers import carry_first, carry_second
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProjectedOptimizer(LowRankOptimizer):
-    """Base of GaLore and Fira: Adam's moments of a gradient seen through a basis of its leading singular directions."""
+    """Base of GaLore, Fira and APOLLO: Adam's moments of a gradient seen through a basis of its leading singular directions."""
 
     FAITHFUL: ClassVar[Mapping[str, Any]] = {
         "on_refresh": "keep", "zero_gradient": "step", "refresh": "together", "projection": "svd",
@@ -144,6 +144,25 @@ class ProjectedOptimizer(LowRankOptimizer):
         slot.state[MOMENTS[1]].copy_(second)
 
 
+class LimitedOptimizer(ProjectedOptimizer):
+    """Base of Fira and APOLLO: one side is projected, and a norm-growth limiter keeps a number a matrix."""
+
+    FAITHFUL: ClassVar[Mapping[str, Any]] = {**ProjectedOptimizer.FAITHFUL, "limiter": "published"}
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        options.check_choice(group, "proj_type", tuple(sorted(subspace.SIDES - {"full"})))
+        options.check_choice(group, "limiter", limiter.KINDS)
+
+    def _layout(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Layout:
+        layout = super()._layout(shape, group)
+        return layout if group["limiter"] == "off" else {**layout, "limiter": ((), torch.float32)}
+
+    def _along(self, slot: Slot) -> tuple[int, ...]:
+        """The dimension of R that the rank is, which norms of channels are taken along."""
+        return (1,) if subspace.side(slot.shape, slot.group["proj_type"]) == "right" else (0,)
+
+
 class GaLoreAdamW(ProjectedOptimizer):
     """GaLore. Per matrix: moments 2 r max(p, q), basis r min(p, q), float32.
 
@@ -244,10 +263,7 @@ def _project(slot: Slot, gradient: Tensor) -> Tensor:
 
 def _back(slot: Slot, seen: Tensor, factor: float) -> Product:
     """The move that a direction in the subspace stands for."""
-    for key, where in reversed(_bases(subspace.side(slot.shape, slot.group["proj_type"]))):
-        if where == "right" and "basis_left" in slot.state:
-            seen = seen @ slot.state[key]
-            continue
-        left, right = subspace.factors(seen, slot.state[key], where)
-        return Product(left, right, factor)
-    raise AssertionError("a projected matrix has a basis")
+    where = subspace.side(slot.shape, slot.group["proj_type"])
+    if where == "both":
+        return Product(slot.state["basis_left"], seen @ slot.state["basis_right"], factor)
+    return Product(*subspace.factors(seen, slot.state["basis"], where), factor)

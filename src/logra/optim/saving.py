@@ -50,9 +50,8 @@ def arrange(optimizer: LowRankOptimizer, saved: Mapping[str, Any], *, whole: boo
 
 def _check_options(optimizer: LowRankOptimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Saved options replace this optimizer's: all must be there, be possible, and lead to the same state."""
-    absent = sorted(
-        set(optimizer.defaults) - set(theirs) - {"differentiable"}
-    )  # which torch adds to the defaults at a load
+    # torch adds "differentiable" to the defaults at a load
+    absent = sorted(set(optimizer.defaults) - set(theirs) - {"differentiable"})
     if absent:
         raise CheckpointError(
             f"a saved parameter group has no {absent[0]!r}: it is not from {type(optimizer).__name__}"
@@ -89,7 +88,7 @@ def _indices(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[int]:
 def _check(optimizer: LowRankOptimizer, slot: Slot, state: Mapping[str, Any], whole: bool) -> None:
     if not state:
         return  # it never had a gradient
-    layout = optimizer.layout(slot, whole=whole)
+    layout = optimizer.layout_of(slot.shape, slot.group) if whole else optimizer.layout(slot)
     if set(state) != {"step", *layout}:
         raise CheckpointError(f"the saved state of {slot.name} holds {sorted(state)}, not {sorted(['step', *layout])}")
     if not isinstance(state["step"], int | float | Tensor) or not float(state["step"]) >= 0:

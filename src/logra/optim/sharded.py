@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logra.errors import ConfigError
-from logra.optim.batch import Batch, Dense, Slot, local, merge, whole
+from logra.optim.batch import Batch, Dense, Slot, local, whole
 
 if TYPE_CHECKING:
     from logra.optim.base import LowRankOptimizer
@@ -86,10 +86,7 @@ def advance(optimizer: LowRankOptimizer, slots: Sequence[Slot], step: int) -> No
         gradient, moved = gather_rows(slot, slot.parameter.grad, owner, group), None
         if gradient is not None:
             moved = whole(optimizer._moves(Batch([slot], [gradient], step))[0], gradient)
-        rows = scatter_rows(slot, moved, owner, group)
-        slot.state["step"] = step
-        decay = float(slot.group["lr"]) * slot.group["weight_decay"]
-        merge(local(slot.parameter), [Dense(rows)], decay, optimizer.DECAYS_FIRST)
+        optimizer.move(slot, [Dense(scatter_rows(slot, moved, owner, group))], step)
 
 
 def _rows(slot: Slot, group: Any) -> list[int]:

@@ -4,34 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from matrices import SHAPES, step_with, weights
 
 from logra import hashing
 from logra.errors import ConfigError
 from logra.optim.apollo import ApolloAdamW, ApolloMini, random_basis
 
-SHAPES = {"tall": (12, 5), "wide": (6, 10), "square": (7, 7)}
 GAP = 3
 LR = 0.05
-
-
-def weights(shapes=SHAPES):
-    draw = torch.Generator().manual_seed(0)
-    return {n: nn.Parameter(torch.randn(s, generator=draw)) for n, s in shapes.items()}
-
-
-def set_gradients(parameters, step, size=1.0):
-    for n, p in parameters.items():
-        draw = torch.Generator().manual_seed(1000 * step + sum(map(ord, n)))
-        p.grad = size * torch.randn(p.shape, generator=draw)
-
-
-def step_with(optimizer, parameters, step, size=1.0):
-    """How far each weight moves."""
-    before = {n: p.detach().clone() for n, p in parameters.items()}
-    set_gradients(parameters, step, size)
-    optimizer.step()
-    return {n: p.detach() - before[n] for n, p in parameters.items()}
 
 
 def build(parameters, **options):

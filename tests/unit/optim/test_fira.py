@@ -4,34 +4,15 @@ import math
 
 import pytest
 import torch
+from matrices import SHAPES, set_gradients, step_with, weights
 from torch import nn
 
 from logra.errors import ConfigError
 from logra.optim.fira import FiraAdamW, residual
 from logra.optim.galore import GaLoreAdamW
 
-SHAPES = {"tall": (12, 5), "wide": (6, 10), "square": (7, 7)}
 GAP = 3
 LR = 0.02
-
-
-def weights(shapes=SHAPES):
-    draw = torch.Generator().manual_seed(0)
-    return {n: nn.Parameter(torch.randn(s, generator=draw)) for n, s in shapes.items()}
-
-
-def set_gradients(parameters, step, size=1.0):
-    for n, p in parameters.items():
-        draw = torch.Generator().manual_seed(1000 * step + sum(map(ord, n)))
-        p.grad = size * torch.randn(p.shape, generator=draw)
-
-
-def step_with(optimizer, parameters, step, size=1.0):
-    """How far each weight moves."""
-    before = {n: p.detach().clone() for n, p in parameters.items()}
-    set_gradients(parameters, step, size)
-    optimizer.step()
-    return {n: p.detach() - before[n] for n, p in parameters.items()}
 
 
 def build(parameters, **options):

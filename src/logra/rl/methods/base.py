@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from logra.errors import CheckpointError, NonFiniteError
+from logra.errors import CheckpointError
 from logra.sketch.targets import Skipped
 
 Probe = Callable[[], Mapping[str, Tensor]]
@@ -93,16 +93,6 @@ class Schedule:
 def held_weights(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer of a model."""
     return [*model.parameters(), *model.buffers()]
-
-
-def gradient_norm(parameters: Mapping[str, nn.Parameter]) -> float:
-    """Norm of all gradients at hand; `NonFiniteError` naming the first that is not finite."""
-    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-    norm = float(nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
-    if not norm < float("inf"):
-        broken = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), "some parameter")
-        raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
-    return norm
 
 
 def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

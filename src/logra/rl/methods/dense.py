@@ -10,45 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from logra import hashing
-from logra.errors import CheckpointError, ConfigError
-from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, gradient_norm, held_weights, take
-from logra.sketch.targets import Skipped, check_float32, select_targets
+from logra.errors import CheckpointError, ConfigError, NonFiniteError
+from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
+from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 
 
-class AdamWMethod:
-    """AdamW over named parameters, with the rule "no signal, no step" and strict state. Base of the two methods."""
+class OptimizerMethod:
+    """An optimizer of torch's kind over named parameters, with the rule "no signal, no step". Base of the dense methods."""
 
-    name = "adamw"
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        schedule: Schedule,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-    ):
-        self.model, self.parameters, self.schedule = model, dict(parameters), schedule
-        self.max_grad_norm = max_grad_norm
+    def __init__(self, parameters: Mapping[str, nn.Parameter], schedule: Schedule, max_grad_norm: float):
+        self.parameters, self.schedule, self.max_grad_norm = dict(parameters), schedule, max_grad_norm
         self.num_updates = 0
-        chosen = list(self.parameters.values())
-        # torch's default on an accelerator, foreach, makes temporaries of all parameters' size; on the CPU it takes one by one
-        self.is_fused = all(p.is_cuda for p in chosen)
-        self.optimizer = torch.optim.AdamW(
-            chosen, lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self.is_fused or None
-        )
-        for parameter in chosen:  # now, not at the first step: memory is asked for before it is spent
-            self.optimizer.state[parameter] = self._slots(parameter)
-
-    def _slots(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state before the first step, as torch lays it out: a fused step wants the count beside the parameter."""
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.is_fused else "cpu")
-        return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
 
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -66,16 +44,66 @@ class AdamWMethod:
 
     def grad_norm(self) -> float:
         """Norm of all gradients; `NonFiniteError` naming the first that is not finite."""
-        return gradient_norm(self.parameters)
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if not norm < float("inf"):
+            broken = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "some parameter")
+            raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
+        return norm
 
     def advance(self, norm: float, lr: float) -> None:
-        """Clip, take AdamW's step, count it, forget the gradients."""
+        """Clip, take the optimizer's step, count it, forget the gradients."""
         if self.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, torch.tensor(norm))
-        self.optimizer.param_groups[0]["lr"] = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.num_updates += 1
         self.zero()
+
+    def held(self) -> dict[str, list[Tensor]]:
+        return {"weights": held_weights(self.model), **self.held_state()}
+
+    def held_state(self) -> dict[str, list[Tensor]]:
+        """Gradients and the optimizer's state, without the model."""
+        state = [t for slots in self.optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
+        return {"gradients": [p.grad for p in self.parameters.values() if p.grad is not None], "optimizer": state}
+
+    def export(self, write: Writer, folder: Path) -> None:
+        write(self.model, folder, None)
+
+
+class AdamWMethod(OptimizerMethod):
+    """torch's AdamW, with strict state. Base of the two methods."""
+
+    name = "adamw"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+    ):
+        super().__init__(parameters, schedule, max_grad_norm)
+        self.model = model
+        chosen = list(self.parameters.values())
+        # torch's default on an accelerator, foreach, makes temporaries of all parameters' size; on the CPU it takes one by one
+        self.is_fused = all(p.is_cuda for p in chosen)
+        self.optimizer = torch.optim.AdamW(
+            chosen, lr=schedule.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self.is_fused or None
+        )
+        for parameter in chosen:  # now, not at the first step: memory is asked for before it is spent
+            self.optimizer.state[parameter] = self._slots(parameter)
+
+    def _slots(self, parameter: Tensor) -> dict[str, Tensor]:
+        """AdamW's state before the first step, as torch lays it out: a fused step wants the count beside the parameter."""
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.is_fused else "cpu")
+        return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Moments and step counts of the parameters that have stepped: the others' are zero."""
@@ -101,17 +129,6 @@ class AdamWMethod:
                     slots[key].copy_(saved[name][key])
         self.num_updates = int(state["num_updates"])
 
-    def held(self) -> dict[str, list[Tensor]]:
-        return {"weights": held_weights(self.model), **self.held_state()}
-
-    def held_state(self) -> dict[str, list[Tensor]]:
-        """Gradients and moments, without the model."""
-        moments = [t for slots in self.optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
-        return {"gradients": [p.grad for p in self.parameters.values() if p.grad is not None], "optimizer": moments}
-
-    def export(self, write: Writer, folder: Path) -> None:
-        write(self.model, folder, None)
-
 
 class DenseMethod(AdamWMethod):
     """AdamW on the targets themselves; everything else is frozen."""
@@ -126,15 +143,11 @@ class DenseMethod(AdamWMethod):
         targets: Sequence[str] | str | None = None,
         **options: Any,
     ):
-        self.targets, self.skipped = select_targets(model, targets)
-        check_float32(self.targets)
-        chosen = {id(t.weight) for t in self.targets}
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
+        self.targets, self.skipped = train_only(model, targets)
         super().__init__(model, {t.name: t.weight for t in self.targets}, schedule, **options)
 
     def describe(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[Skipped]]:
-        return [(t.name, (t.out_features, t.in_features)) for t in self.targets], self.skipped
+        return shapes_of(self.targets), self.skipped
 
 
 class LoraMethod(AdamWMethod):
@@ -158,7 +171,7 @@ class LoraMethod(AdamWMethod):
     ):
         chosen, self.skipped = select_targets(model, targets)
         check_float32(chosen)
-        self.chosen = [(t.name, (t.out_features, t.in_features)) for t in chosen]
+        self.chosen = shapes_of(chosen)
         wrapped = _wrap(
             model, [t.name.removesuffix(".weight") for t in chosen], chosen[0].transposed, rank, alpha or rank
         )
@@ -179,6 +192,20 @@ class LoraMethod(AdamWMethod):
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(take(tensors, f"adapter.{name}", parameter))
+
+
+def train_only(model: nn.Module, targets: Sequence[str] | str | None) -> tuple[list[Target], list[Skipped]]:
+    """(the chosen matrices, the others with reasons); everything else of the model is frozen. The matrices must be float32."""
+    chosen, skipped = select_targets(model, targets)
+    check_float32(chosen)
+    trained = {id(target.weight) for target in chosen}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    return chosen, skipped
+
+
+def shapes_of(targets: Sequence[Target]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(target.name, (target.out_features, target.in_features)) for target in targets]
 
 
 def _wrap(model: nn.Module, names: list[str], transposed: bool, rank: int, alpha: float) -> nn.Module:
