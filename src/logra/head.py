@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,13 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def let_go(model: nn.Module) -> None:
+    """Drop the whole parameters that FSDP's root keeps after a forward pass, for a backward pass that will not come."""
+    reshard = getattr(model, "reshard", None)
+    if reshard is not None:
+        reshard()
+
+
 def _slices(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
@@ -157,13 +164,19 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Head:
-    """A causal language model taken apart: logits = linear(decoder(ids).last_hidden_state), and nothing else."""
+    """A causal language model taken apart: logits = linear(decoder(ids).last_hidden_state), and nothing else.
+
+    hidden_states: calls the decoder by way of the model, where FSDP must see the pass begin (`logra.rl.sharding`).
+    """
 
     decoder: nn.Module
     linear: nn.Linear
+    hidden_states: Callable[..., Tensor] | None = None
 
     def hidden(self, **inputs: Any) -> Tensor:
         """Last hidden states (B, T, H)."""
+        if self.hidden_states is not None:
+            return self.hidden_states(**inputs)
         return self.decoder(**inputs, use_cache=False).last_hidden_state
 
 
@@ -206,7 +219,13 @@ def _take_apart(model: nn.Module) -> Head | None:
     hooks = [linear._backward_hooks, linear._backward_pre_hooks]
     for module in (linear, model, inner):  # none of them is called
         hooks += [module._forward_hooks, module._forward_pre_hooks]
-    return None if any(hooks) else Head(decoder, linear)
+    foreign = [hook for some in hooks for hook in some.values() if not _is_fsdp(hook)]
+    return None if foreign else Head(decoder, linear, getattr(model, "hidden_states", None))
+
+
+def _is_fsdp(hook: Any) -> bool:
+    """Of FSDP2, which only gathers parameters: what it hooks is called by way of `Head.hidden_states`."""
+    return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
 
 
 def _is_all(model: nn.Module, head: Head) -> bool | None:
@@ -231,6 +250,7 @@ def _is_all(model: nn.Module, head: Head) -> bool | None:
     finally:
         for handle in handles:
             handle.remove()
+        let_go(model)
     if len(seen) != 3 or not (torch.equal(seen[0], seen[1]) and torch.equal(seen[2], logits)):
         return False
     return alone.shape == seen[0].shape and bool((alone - seen[0]).abs().max() <= 0.01 * alone.abs().max())

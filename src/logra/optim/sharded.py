@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logra.errors import ConfigError
-from logra.optim.batch import Batch, Dense, Slot, local, whole
+from logra.optim.batch import Batch, Dense, Slot, whole
+from logra.sketch.shards import local, rows_of, sharding
 
 if TYPE_CHECKING:
     from logra.optim.base import LowRankOptimizer
@@ -27,28 +28,12 @@ def check(name: str, parameter: Tensor) -> None:
         raise ConfigError(
             f"{name} is flattened (FSDP1): matrices cannot be told apart there. Use FSDP2 (torch.distributed.fsdp.fully_shard)"
         )
-    if hasattr(parameter, "placements"):
-        _sharding(name, parameter)
-
-
-def _sharding(name: str, parameter: Any) -> int | None:
-    """The mesh dimension that splits the rows; None if whole on every rank."""
-    dims = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not dims:
-        return None
-    if len(dims) == 1 and parameter.placements[dims[0]].is_shard(0):
-        return dims[0]
-    raise ConfigError(
-        f"{name} is placed as {parameter.placements}: only rows split over one mesh dimension are supported (FSDP2's default), "
-        "no tensor parallelism"
-    )
+    sharding(name, parameter)
 
 
 def group_of(slot: Slot) -> Any:
     """The process group that splits a parameter's rows, or None."""
-    if not hasattr(slot.parameter, "placements"):
-        return None
-    dim = _sharding(slot.name, slot.parameter)
+    dim = sharding(slot.name, slot.parameter)
     return None if dim is None else slot.parameter.device_mesh.get_group(dim)  # type: ignore[attr-defined]
 
 
@@ -90,10 +75,8 @@ def advance(optimizer: LowRankOptimizer, slots: Sequence[Slot], step: int) -> No
 
 
 def _rows(slot: Slot, group: Any) -> list[int]:
-    """How many rows each rank has: torch.chunk's rule, as FSDP2 shards."""
-    count, world = slot.shape[0], dist.get_world_size(group)
-    most = -(-count // world)
-    return [max(0, min(most, count - rank * most)) for rank in range(world)]
+    """How many rows each rank has."""
+    return [len(rows) for rows in rows_of(slot.shape[0], dist.get_world_size(group))]
 
 
 def gather_rows(slot: Slot, gradient: Any, owner: int, group: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import NonFiniteError
-from logra.head import plain_head, token_logprobs
+from logra.head import let_go, plain_head, token_logprobs
 from logra.region import region
 from logra.rl.batch import TrainBatch
 from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
@@ -86,6 +86,7 @@ def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSe
         part = batch.slice(rows)
         logp, _ = policy_logprobs(model, part, settings, part.completion_mask)
         result[rows.start : rows.stop, : logp.shape[1]] = logp
+    let_go(model)
     return result
 
 

@@ -18,7 +18,7 @@ Legend: N tokens, d out features, k in features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,21 +169,28 @@ class AlignedBases:
 
     def collected(self, index: int) -> list[Tensor]:
         """What update `index` adds up for its next bases: Y (k, r) of every target that is due, zeros if nothing came."""
-        due = [name for name in self.bases if self.is_due(name, index)]
+        due = self._due(index)
         for name in due:
             if name not in self.pending:
                 q = self.bases[name].q
                 self.pending[name] = torch.zeros(q.shape[::-1], dtype=torch.float32, device=q.device)
         return [self.pending[name] for name in due]
 
+    def _due(self, index: int) -> list[str]:
+        return [name for name in self.bases if self.is_due(name, index)]
+
     def forget(self) -> None:
         """Drop what was collected."""
         self.pending.clear()
 
-    def following(self, index: int) -> dict[str, Basis]:
-        """The next bases where inputs were collected, for update `index` on. Nothing is changed."""
+    def following(self, index: int, totals: Sequence[Tensor] | None = None) -> dict[str, Basis]:
+        """The next bases where inputs were collected, for update `index` on. Nothing is changed.
+
+        totals: what stands for `collected`, in its order, if it was summed over ranks.
+        """
         found = {}
-        for name, y in self.pending.items():
+        pending = self.pending if totals is None else dict(zip(self._due(index - 1), totals, strict=True))
+        for name, y in pending.items():
             if not bool(torch.isfinite(y).all()) or not bool(y.any()):
                 continue  # nothing was seen; what is not finite is reported by the sketch
             old = self.bases[name]

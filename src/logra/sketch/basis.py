@@ -128,7 +128,7 @@ class DrawnBases:
     def forget(self) -> None:
         """Nothing was collected."""
 
-    def following(self, index: int) -> dict[str, Any]:
+    def following(self, index: int, totals: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """The next bases are drawn, and have nothing in common with these."""
         return {}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from logra.errors import MissingBasisError, UpdateError, WrongBaseError
 from logra.sketch import digest as digests
+from logra.sketch.shards import Shards, local, rows_here
 from logra.sketch.split import bind_again, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
 from logra.sketch.update import Factor, Update, apply_block
@@ -202,17 +203,26 @@ class Block:
 
 
 def matrix_view(module: nn.Module, parameter: Tensor) -> Tensor:
-    """A parameter as a two-dimensional (out, in) view that shares its memory; vectors are (n, 1)."""
-    data = parameter.detach()
+    """A parameter as a two-dimensional (out, in) view that shares its memory; vectors are (n, 1). Of a sharded one, its rows here."""
+    data = local(parameter.detach())
     if is_conv1d(module) and data.ndim == 2:
         return data.t()
     return data.view(data.shape[0] if data.ndim else 1, -1)
 
 
+def block_of(name: str, module: nn.Module, parameter: Tensor, residual: Tensor | None = None) -> Block:
+    """A parameter, or the rows of it that lie on this rank, as a view of its memory. residual: of the same rows."""
+    shape = (parameter.shape[0] if parameter.ndim else 1, parameter.shape[1:].numel())
+    if is_conv1d(module) and parameter.ndim == 2:
+        shape = (shape[1], shape[0])
+        return Block(name, matrix_view(module, parameter), residual, shape, column_start=rows_here(name, parameter).start)
+    return Block(name, matrix_view(module, parameter), residual, shape, row_start=rows_here(name, parameter).start)
+
+
 def blocks_of(
     model: nn.Module, names: Iterable[str] | None = None, residuals: Mapping[str, Tensor] | None = None
 ) -> dict[str, Block]:
-    """Whole matrices of a model by name, views of its memory; all parameters if `names` is None.
+    """Matrices of a model by name, views of its memory (sharded: the rows here); all parameters if `names` is None.
 
     residuals: int16 `lo` of the split ones, in the logical layout. Raises `WrongBaseError` naming what the model lacks.
     """
@@ -226,7 +236,7 @@ def blocks_of(
         )
     residuals = residuals or {}
     return {
-        name: Block(name, matrix_view(modules[name.rpartition(".")[0]], parameters[name]), residuals.get(name))
+        name: block_of(name, modules[name.rpartition(".")[0]], parameters[name], residuals.get(name))
         for name in chosen
     }
 
@@ -251,9 +261,16 @@ def apply_update(model: nn.Module, update: Update) -> None:
     apply_blocks(blocks_of(model, update.names), update)
 
 
-def digest_blocks(blocks: Mapping[str, Block]) -> str:
-    """Hex digest (128 bits) of whole matrices' names, shapes and float32 values; see `logra.sketch.digest`."""
-    return digests.combine({name: (block.shape, block.sums()) for name, block in blocks.items()})
+def digest_blocks(blocks: Mapping[str, Block], shards: Shards | None = None) -> str:
+    """Hex digest (128 bits) of whole matrices' names, shapes and float32 values; see `logra.sketch.digest`.
+
+    shards: who holds the other rows; then a collective call, with the same result on every rank.
+    """
+    sums = {name: block.sums() for name, block in blocks.items()}
+    if shards is not None:
+        flat = iter(shards.add_integers([value for pair in sums.values() for value in pair]))
+        sums = {name: (next(flat), next(flat)) for name in sums}
+    return digests.combine({name: (block.shape, sums[name]) for name, block in blocks.items()})
 
 
 def digest(model: nn.Module, names: Iterable[str] | None = None) -> str:

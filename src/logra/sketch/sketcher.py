@@ -23,6 +23,7 @@ from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
 from logra.sketch.saved import fitting
+from logra.sketch.shards import local, sharding, shards_of
 from logra.sketch.split import bind, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
@@ -75,15 +76,20 @@ class Sketcher:
         self.update_index = 0
         self.names = [t.name for t in targets]
         self._by_name = {t.name: t for t in targets}
-        device = targets[0].weight.device
+        device = local(targets[0].weight).device
+        self.shards = shards_of({t.name: t.weight for t in targets})
         self._rows: dict[str, slice] = {}
         start = 0
         for target in targets:
             self._rows[target.name] = slice(start, start + target.out_features)
             start += target.out_features
         self._sketches = torch.zeros(start, self.rank, dtype=torch.float32, device=device)
+        # rows that are stepped here, and what they are stepped from: all of them, unless the weights are sharded
+        self._here = self._rows if self.shards is None else self.shards.here
+        self._summed: Tensor | None = None
+        count = start if self.shards is None else self.shards.total
         self._moments = {
-            key: torch.zeros(start, columns, dtype=torch.float32, device=device)
+            key: torch.zeros(count, columns, dtype=torch.float32, device=device)
             for key, columns in moment_columns(options).items()
         }
         self._bases = make_bases({t.name: t.in_features for t in targets}, options, device)
@@ -99,7 +105,7 @@ class Sketcher:
         for parameter in self.model.parameters():
             if self.options["freeze"] or id(parameter) in chosen:
                 parameter.requires_grad_(False)
-        anchor = torch.zeros((), device=self.targets[0].weight.device, requires_grad=True)
+        anchor = torch.zeros((), device=self._sketches.device, requires_grad=True)
         for target in self.targets:
             name = target.name
             if self._residuals:
@@ -120,7 +126,7 @@ class Sketcher:
         self._is_dirty = True
 
     def sketch(self, name: str) -> Tensor:
-        """S = G A^T of one target, (out, r) float32, accumulated since the last `zero()` or `apply()`."""
+        """S = G A^T of one target, (out, r) float32, accumulated since the last `zero()` or `apply()`, of this rank's tokens."""
         return self._sketches[self._rows[name]]
 
     def basis(self, name: str) -> Tensor:
@@ -137,7 +143,8 @@ class Sketcher:
         return self._bases.scale(name)
 
     def accumulated(self) -> list[Tensor]:
-        """All that adds up over microbatches, to be summed in place over data-parallel ranks before `propose`.
+        """All that adds up over microbatches, to be summed in place over data-parallel ranks before `propose`, where each rank
+        holds the whole weights. (Sharded weights: nothing to do, `propose` and `apply` are collective calls.)
 
         The sketches of all targets, one (sum d, r) float32 tensor, and what is collected for the next aligned bases. The same
         shapes on every rank, also on one that had no rollouts. Ranks that sum them the same way (all_reduce) then propose,
@@ -151,12 +158,13 @@ class Sketcher:
     def zero(self) -> None:
         """Forget what was accumulated."""
         self._sketches.zero_()
+        self._summed = None
         self._bases.forget()
         self._is_dirty = False
 
     @property
     def has_signal(self) -> bool:
-        """False if every sketch is exactly zero: then nothing may move (design 2.6)."""
+        """False if every sketch of this rank is exactly zero: then nothing may move (design 2.6)."""
         return self._is_dirty and bool(self._sketches.any())
 
     # -- proposing ----------------------------------------------------------------------------------------------------
@@ -164,6 +172,7 @@ class Sketcher:
     def propose(self, lr: float = 1.0) -> Proposal:
         """The step the sketch optimizer would take; weights and optimizer state stay as they are until `apply`.
 
+        Sharded weights: a collective call, which sums the sketches of all ranks; the proposal is the same on each.
         lr: the learning rate. With variant "paper" the step is normalised to `update_ratio` and lr multiplies it (1.0 there).
         Raises `NonFiniteError` naming the first target whose sketch is not finite.
         """
@@ -171,35 +180,53 @@ class Sketcher:
         if not math.isfinite(lr):
             raise ConfigError(f"the learning rate must be finite, got {lr}")
         decay, version = float(lr * self.options["weight_decay"]), self._sketches._version
-        norm = float(torch.linalg.vector_norm(self._sketches))
+        self._summed = self._sketches if self.shards is None else self.shards.reduce(self._sketches)
+        norm, has_signal = self._measured(self._summed)
         if not norm < float("inf"):
             raise NonFiniteError(f"the sketch of {self._first_non_finite()} is not finite; nothing was applied")
-        if not self._is_dirty or (norm == 0.0 and not self.has_signal):  # a norm of 0 may be an underflow
+        if not has_signal:
             nothing = torch.zeros_like(self._sketches)
             return Proposal(nothing, self._rows, self.update_index, True, 0.0, lr, decay, version)
         factors = self._stepped(norm).mul_(-lr)
         return Proposal(factors, self._rows, self.update_index, False, norm, lr, decay, version)
 
+    def _measured(self, summed: Tensor) -> tuple[float, bool]:
+        """(norm of all sketches, whether any number of them is not zero)."""
+        norm = float(torch.linalg.vector_norm(summed))
+        if self.shards is None:
+            return norm, self._is_dirty and (norm > 0.0 or self.has_signal)  # a norm of 0 may be an underflow
+        square, dirty, seen = self.shards.sums([norm**2, float(self._is_dirty), float(summed.any())])
+        return math.sqrt(square) if square >= 0.0 else math.nan, dirty > 0.0 and seen > 0.0
+
     def _stepped(self, norm: float) -> Tensor:
         """D of all targets stacked, some rows at a time: no other full-size tensor exists."""
-        direction = torch.empty_like(self._sketches)
+        direction = torch.zeros_like(self._stepped_from)
         for rows in self._pieces():
             direction[rows] = self._direction(rows, norm)
+        if self.shards is not None:
+            direction = self.shards.gather(direction)
         if self.options["variant"] == "paper":
             direction.mul_(self._global_factor(direction))
         return direction
 
+    @property
+    def _stepped_from(self) -> Tensor:
+        """The sketches of the rows that are stepped here, summed over ranks."""
+        assert self._summed is not None
+        return self._summed
+
     def _pieces(self) -> Iterable[slice]:
-        """All stacked rows in order, about `_CHUNK` numbers at a time; where a target's rows depend on each other, by target."""
+        """All stacked rows here in order, about `_CHUNK` numbers at a time; where a target's rows depend on each other, by target."""
         if self.options["variant"] == "paper":
-            return self._rows.values()
-        count, step = len(self._sketches), max(1, _CHUNK // self.rank)
+            return self._here.values()
+        count, step = len(self._stepped_from), max(1, _CHUNK // self.rank)
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def _clipped(self, rows: slice, norm: float) -> Tensor:
         """S of some rows; norm: of all S, which is clipped."""
         limit = self.options["max_grad_norm"]
-        return self._sketches[rows] * optimizers.clip_factor(norm, limit) if limit else self._sketches[rows]
+        sketches = self._stepped_from[rows]
+        return sketches * optimizers.clip_factor(norm, limit) if limit else sketches
 
     def _advanced(self, key: str, rows: slice, sketches: Tensor) -> tuple[Tensor, Tensor]:
         """(the next value of a moment, the same corrected for its start) of some rows. sketches: `_clipped`."""
@@ -223,13 +250,18 @@ class Sketcher:
 
     def _global_factor(self, direction: Tensor) -> float:
         """rho sqrt(sum ||W||^2 / sum ||D A||^2) over all targets (methods.md 1.3)."""
-        weight_square = optimizers.squares([t.weight.detach() for t in self.targets])
+        weight_square = self.weight_square()
         update_square = 0.0
         for name in self.names:
             basis = self.basis(name)
             square = optimizers.reconstructed_square(direction[self._rows[name]], basis @ basis.t())
             update_square += float(square)
         return optimizers.update_ratio_factor(weight_square, update_square, self.options["update_ratio"])
+
+    def weight_square(self) -> float:
+        """sum ||W||^2 over all targets."""
+        own = optimizers.squares([local(t.weight.detach()) for t in self.targets])
+        return own if self.shards is None else self.shards.sums([own])[0]
 
     def _first_non_finite(self) -> str:
         return next((n for n in self.names if not bool(torch.isfinite(self.sketch(n)).all())), "some target")
@@ -255,7 +287,7 @@ class Sketcher:
             self._bases.forget()
             return None
         update = self.quantize(proposal, scale)
-        following = self._bases.following(self.update_index + 1)
+        following = self._following()
         overlaps = self._overlaps(following)
         apply_blocks(self.blocks(), update, {name: self.basis_block(name) for name in self.names})
         self._advance(proposal.grad_norm)
@@ -264,6 +296,17 @@ class Sketcher:
         self._bases.take(following)
         self.zero()
         return update
+
+    def _following(self) -> dict[str, Basis]:
+        """The next bases where inputs were collected, of all ranks' inputs, the same on every rank."""
+        if self.shards is None:
+            return self._bases.following(self.update_index + 1)
+        totals = self.shards.total_of(self._bases.collected(self.update_index))
+        following = self._bases.following(self.update_index + 1, totals)
+        for basis in following.values():
+            for part in (basis.q, basis.scale, basis.energy):
+                self.shards.from_first(part)
+        return following
 
     def _advance(self, norm: float) -> None:
         """Put the moments' next values in place: those that the proposal was made with, bit for bit."""
@@ -283,7 +326,7 @@ class Sketcher:
         betas = (self.options["beta1"], self.options["beta2"])
         for name, overlap in overlaps.items():
             first, second = (
-                self._moments[key][self._rows[name]] if key in self._moments else None for key in (FIRST, SECOND)
+                self._moments[key][self._here[name]] if key in self._moments else None for key in (FIRST, SECOND)
             )
             if first is not None:
                 first.copy_(optimizers.carry_first(first, overlap))
@@ -327,26 +370,32 @@ class Sketcher:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def blocks(self) -> dict[str, Block]:
-        """The targets as blocks: views of the weights as they are now, with their residuals if they are split."""
+        """The targets as blocks: views of the weights as they are now (sharded: of the rows here), with their residuals if
+        they are split."""
         result = {}
         for t in self.targets:
             basis, first = self._bases.explicit(t.name)
-            result[t.name] = Block(t.name, t.matrix(), self._residuals.get(t.name), basis=basis, basis_index=first)
+            start = 0 if self.shards is None else self.shards.rows[t.name].start
+            shape = (t.out_features, t.in_features)
+            result[t.name] = Block(
+                t.name, t.matrix(), self._residuals.get(t.name), shape, start, basis=basis, basis_index=first
+            )
         return result
 
     def digest(self) -> str:
-        """Hex digest of the targets' float32 values, the same for `fp32` and `split` weights (logra.digest)."""
-        return digest_blocks(self.blocks())
+        """Hex digest of the targets' float32 values, the same for `fp32` and `split` weights and any sharding (logra.digest)."""
+        return digest_blocks(self.blocks(), self.shards)
 
     def masters(self) -> dict[str, Tensor]:
-        """The targets' float32 values by name, as the parameters are laid out: what to save instead of split weights.
+        """The targets' float32 values by name, as the parameters are laid out: what to save instead of split weights. Of
+        sharded ones the rows here.
 
         New tensors on the host for split weights, the parameters themselves for float32 ones.
         """
         result = {}
         for target in self.targets:
             if not self._residuals:
-                result[target.name] = target.weight.detach()
+                result[target.name] = local(target.weight.detach())
                 continue
             master = Block(target.name, target.matrix(), self._residuals[target.name]).master().cpu()
             result[target.name] = master.t() if target.transposed else master
@@ -357,7 +406,7 @@ class Sketcher:
         blocks = self.blocks()
         for name, value in masters.items():
             target = self._by_name.get(name)
-            if target is None or tuple(value.shape) != tuple(target.weight.shape) or value.dtype != torch.float32:
+            if target is None or value.shape != local(target.weight).shape or value.dtype != torch.float32:
                 raise UpdateError(f"{name} is no target here, or not float32 of its shape; nothing was set")
         for name, value in masters.items():
             blocks[name].load(value.t() if self._by_name[name].transposed else value)
@@ -376,17 +425,14 @@ class Sketcher:
     def state_dict(self, residuals: bool = True) -> dict[str, Any]:
         """Tensors and plain values: everything but the weights that a bit-identical continuation needs.
 
+        Sharded weights: a collective call; the state is whole and the same on every rank, so any number of ranks can load it.
         residuals: include those of split weights, which `model.state_dict()` lacks; leave them out where `masters()` are
         saved instead.
         """
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "update_index": self.update_index,
-            "names": list(self.names),
-            "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze", "residual")},
-            "is_dirty": self._is_dirty,
-        }
-        state |= {key: moment.clone() for key, moment in self._moments.items()}
+        if self.shards is not None and (self._is_dirty or residuals):
+            raise UpdateError("the state of a sharded sketcher is whole after apply() or zero(), and without residuals")
+        state = self._values()
+        state |= {key: self._whole(moment) for key, moment in self._moments.items()}
         tensors, values = self._bases.state()
         state |= tensors | values
         if self._is_dirty:
@@ -395,9 +441,22 @@ class Sketcher:
             state |= {f"residual.{name}": lo.clone() for name, lo in self._residuals.items()}
         return state
 
+    def _values(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "update_index": self.update_index,
+            "names": list(self.names),
+            "options": {k: v for k, v in self.options.items() if k not in ("targets", "freeze", "residual")},
+            "is_dirty": self._is_dirty,
+        }
+
+    def _whole(self, moment: Tensor) -> Tensor:
+        """A copy of all rows of a moment."""
+        return moment.clone() if self.shards is None else self.shards.gather(moment)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict: names, options, shapes and dtypes must be those of this sketcher, else `UpdateError` says which differs."""
-        mine = self.state_dict(residuals=False)
+        mine = self._values()
         for key in ("version", "names", "options"):
             if state.get(key) != mine[key]:
                 raise UpdateError(f"the saved sketcher has another {key}: {_difference(state.get(key), mine[key])}")
@@ -408,12 +467,14 @@ class Sketcher:
             needed["sketches"] = self._sketches
         if any(key.startswith("residual.") for key in state):
             needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
-        for key, own in needed.items():
+        is_whole = {key: own.new_empty(len(self._sketches), own.shape[1], device="meta") for key, own in self._moments.items()}
+        for key, own in {**needed, **is_whole}.items():
             fitting(state, key, own)
         self._bases.load(state)
         self._sketches.zero_()
         for key, own in needed.items():
-            own.copy_(state[key])
+            is_moment = self.shards is not None and key in self._moments
+            own.copy_(self.shards.take(state[key]) if is_moment else state[key])
         if any(key.startswith("residual.") for key in needed):
             for target in self.targets:  # the upper halves come from the model's own state dict
                 bind(target.weight, self._residuals[target.name])
@@ -425,6 +486,8 @@ class Sketcher:
         upper halves (take `masters()` before for the rest)."""
         if self._is_detached:
             return
+        if self._residuals and self.shards is not None:
+            raise UpdateError("split weights that are sharded stay split: FSDP knows their type (export the model instead)")
         if self._residuals:
             merge_targets(self.targets, self._residuals, self._dtypes)
         self._is_detached = True
@@ -512,6 +575,8 @@ def attach(
         raise ConfigError(
             f"rank {rank} exceeds the {narrow.in_features} inputs of {narrow.name}: use rank <= {narrow.in_features}"
         )
+    if any(t.transposed and sharding(t.name, t.weight) is not None for t in chosen):
+        raise ModelError("Conv1D weights (GPT-2) are stored in x out: sharded, each rank would have inputs, not rows. Use one rank")
     if any(t.weight.device != chosen[0].weight.device for t in chosen):
         raise ModelError("targets lie on several devices: load the model on one")
     dtypes = {t.name: t.weight.dtype for t in chosen}

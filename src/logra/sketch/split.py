@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logra.errors import ModelError, UpdateError
+from logra.sketch.shards import local, sharding
 from logra.sketch.targets import Target
 
 RESIDUAL = ("device", "cpu")
@@ -84,6 +85,9 @@ def split_targets(
     residuals = {}
     for target in targets:
         weight = target.weight
+        if sharding(target.name, weight) is not None:
+            residuals[target.name] = _sharded_residual(target, residual)
+            continue
         if weight.dtype == torch.bfloat16:
             hi, lo = weight.detach(), torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
         else:
@@ -93,6 +97,20 @@ def split_targets(
         residuals[target.name] = lo.t() if target.transposed else lo
         bind(target.weight, residuals[target.name])
     return residuals
+
+
+def _sharded_residual(target: Target, residual: str) -> Tensor:
+    """Of the rows here: FSDP knows the parameter's type, which must be bfloat16 already."""
+    weight = local(target.weight.detach())
+    if weight.dtype != torch.bfloat16:
+        raise ModelError(
+            f"{target.name} is sharded as {weight.dtype}: store targets in bfloat16 before fully_shard, attach with "
+            "weights='split', then set their float32 values with Sketcher.load_masters"
+        )
+    lo = torch.zeros(weight.shape, dtype=torch.int16, device=weight.device)
+    lo = lo if residual == "device" else _to_host(lo, weight.device)
+    bind(weight, lo)
+    return lo
 
 
 def _to_host(lo: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import ModelError
+from logra.sketch.shards import local
 
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
 _SMALL_HEADS = ("router", "gate", "score", "classifier")
@@ -37,8 +38,8 @@ class Target:
         return weight
 
     def matrix(self) -> Tensor:
-        """The weight as an (out, in) view that shares memory with the parameter."""
-        weight = self.weight.detach()
+        """The weight as an (out, in) view that shares memory with the parameter; of a sharded one, the rows here."""
+        weight = local(self.weight.detach())
         return weight.t() if self.transposed else weight
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import ConfigError, NonFiniteError
-from logra.head import quiet
+from logra.head import let_go, quiet
 from logra.sketch.sketcher import Proposal, Sketcher
 from logra.trust import probe
 
@@ -44,7 +44,8 @@ def predict_kl(
 ) -> float:
     """Predicted KL (nats per token) of applying the proposal at scale 1; at scale a it is a^2 times that.
 
-    batch: see `logra.trust.probe.contexts`. mode: "forward" (exact derivative), "finite_difference", or "auto": the
+    batch: see `logra.trust.probe.contexts`; where the weights are sharded, each rank's own, as many rows of the same length on
+    every rank (their forward passes are collective), and the result is of all together. mode: "forward" (exact derivative), "finite_difference", or "auto": the
     first, and the second where an operation has no forward-mode rule. Raises `NonFiniteError` if the result is not finite.
     """
     if mode not in MODES:
@@ -57,7 +58,7 @@ def predict_kl(
         with torch.no_grad():
             total += sum(float(half_variances(z, z_dot, temperature).sum()) for z, z_dot in found.logits(slopes))
         count += len(found)
-    q = total / count
+    q = _mean(model, sketcher, total, count)
     if not 0.0 <= q < float("inf"):
         raise NonFiniteError(f"the predicted KL is {q}; the step was not applied")
     return q
@@ -73,6 +74,14 @@ def _slopes(
             if mode == "forward" or not _lacks_rule(error):
                 raise
     return probe.finite_difference(model, sketcher, proposal, batch)
+
+
+def _mean(model: nn.Module, sketcher: Sketcher, total: float, count: int) -> float:
+    """Over the contexts of all ranks, where the weights are sharded; the last use of what was gathered for it."""
+    let_go(model)
+    if sketcher.shards is not None:
+        total, count = sketcher.shards.sums([total, count], over_ranks=True)
+    return total / count
 
 
 def _lacks_rule(error: Exception) -> bool:
@@ -101,7 +110,7 @@ def measure_kl(
             pairs = zip(old.logits(), new.logits(), strict=True)
             total += sum(float(kls(z, z_new, temperature).sum()) for (z,), (z_new,) in pairs)
             count += len(old)
-    kl = total / count
+    kl = _mean(model, sketcher, total, count)
     if kl != kl or kl == float("inf"):
         raise NonFiniteError(f"the measured KL is {kl}; the step was not applied")
     return kl

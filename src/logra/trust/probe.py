@@ -219,7 +219,7 @@ def finite_difference(
     model: nn.Module, sketcher: Sketcher, proposal: Proposal, batch: Batch, relative: float = 1e-3
 ) -> tuple[Contexts, Tensor]:
     """The same by central differences, with a step of `relative` times the weights' norm (two more forward passes)."""
-    weight_square = sum(float(t.weight.detach().norm()) ** 2 for t in sketcher.targets)
+    weight_square = sketcher.weight_square()
     step_square = sum(float((proposal.factor(n) @ sketcher.basis(n)).norm()) ** 2 for n in sketcher.names)
     if step_square == 0.0:
         raise UserError("the proposal is zero: there is nothing to differentiate along")

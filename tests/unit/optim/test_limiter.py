@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logra.optim import limiter
+from logra.optim import factored, limiter
 
 LEAST = 0.5
 
@@ -122,6 +122,20 @@ def test_scaled_norm_is_that_of_the_product(shape, size):
     shape = tuple(min(a, b) for a, b in zip(shape, size, strict=True))
     scale = torch.rand(shape, generator=draw)
     torch.testing.assert_close(limiter.scaled_norm(scale, whole), torch.linalg.vector_norm(scale * whole))
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 1), (0, 3), (700, 300)])
+@pytest.mark.parametrize("along", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_norm_is_that_of_the_channels(shape, along, is_transposed):
+    assert shape[0] < 700 or len(factored.parts(shape, torch.device("cpu"))) > 1  # the largest is summed in parts
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if is_transposed:
+        x = x.t().contiguous().t()
+    expected = torch.linalg.vector_norm(x.double(), dim=along, keepdim=True)
+    found = limiter.norm(x, along)
+    assert found.dtype == torch.float32 and torch.equal(found > 0.0, expected > 0.0)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=0.0)
 
 
 def test_scaling_is_a_ratio_of_norms_that_zeros_do_not_break():

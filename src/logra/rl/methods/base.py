@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError
+from logra.sketch.shards import local, rows_here
 from logra.sketch.targets import Skipped
 
 Probe = Callable[[], Mapping[str, Tensor]]
@@ -58,7 +59,8 @@ class Method(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and JSON values of everything but the base weights."""
+        """Tensors and JSON values of everything but the base weights. Of sharded weights a collective call; the tensors are whole
+        on the first rank, and may be empty on the others."""
         ...
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -68,7 +70,9 @@ class Method(Protocol):
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None: ...
 
     def export(self, write: Writer, folder: Path) -> None:
-        """Call `write(model, folder, masters)` with the model as it is now; the writer merges peft adapters."""
+        """Call `write(model, folder, masters)` with the model as it is now; the writer merges peft adapters.
+
+        masters of a sharded model: of the rows that lie on this rank, adapters merged."""
         ...
 
 
@@ -91,12 +95,13 @@ class Schedule:
 
 
 def held_weights(model: nn.Module) -> list[Tensor]:
-    """Every parameter and buffer of a model."""
-    return [*model.parameters(), *model.buffers()]
+    """Every parameter and buffer of a model, what of them lies on this rank."""
+    return [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """A saved tensor, checked against the one it is to fill; `CheckpointError` if it is absent or does not fit."""
+    """A saved tensor, checked against the one it is to fill, of which it gives what lies on this rank; `CheckpointError` if it is
+    absent or does not fit."""
     saved = tensors.get(name)
     if saved is None or saved.shape != like.shape or saved.dtype != like.dtype:
         found = "nothing" if saved is None else f"{tuple(saved.shape)} {saved.dtype}"
@@ -104,7 +109,8 @@ def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
             f"the checkpoint holds {found} as {name!r}, this run needs {tuple(like.shape)} {like.dtype}: "
             "resume with the settings the run was started with"
         )
-    return saved
+    rows = rows_here(name, like)
+    return saved[rows.start : rows.stop] if hasattr(like, "placements") else saved
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from logra import hashing
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
+from logra.sketch.shards import local, shards_of, whole
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
@@ -26,6 +27,7 @@ class OptimizerMethod:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], schedule: Schedule, max_grad_norm: float):
         self.parameters, self.schedule, self.max_grad_norm = dict(parameters), schedule, max_grad_norm
+        self.shards = shards_of(self.parameters)
         self.num_updates = 0
 
     def zero(self) -> None:
@@ -44,8 +46,10 @@ class OptimizerMethod:
 
     def grad_norm(self) -> float:
         """Norm of all gradients; `NonFiniteError` naming the first that is not finite."""
-        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if self.shards is not None:
+            norm = self.shards.sums([norm**2])[0] ** 0.5
         if not norm < float("inf"):
             broken = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "some parameter")
             raise NonFiniteError(f"the gradient of {broken} is not finite; nothing was applied")
@@ -54,7 +58,8 @@ class OptimizerMethod:
     def advance(self, norm: float, lr: float) -> None:
         """Clip, take the optimizer's step, count it, forget the gradients."""
         if self.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, torch.tensor(norm))
+            gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, min(1.0, self.max_grad_norm / (norm + 1e-6)))  # as torch's clip_grad_norm_
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -66,8 +71,9 @@ class OptimizerMethod:
 
     def held_state(self) -> dict[str, list[Tensor]]:
         """Gradients and the optimizer's state, without the model."""
-        state = [t for slots in self.optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
-        return {"gradients": [p.grad for p in self.parameters.values() if p.grad is not None], "optimizer": state}
+        state = [local(t) for slots in self.optimizer.state.values() for t in slots.values() if isinstance(t, Tensor)]
+        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        return {"gradients": gradients, "optimizer": state}
 
     def export(self, write: Writer, folder: Path) -> None:
         write(self.model, folder, None)
@@ -112,7 +118,7 @@ class AdamWMethod(OptimizerMethod):
         for name, parameter in self.parameters.items():
             slots = self.optimizer.state[parameter]
             if int(slots["step"]):
-                tensors |= {f"{key}.{name}": slots[key] for key in _MOMENTS}
+                tensors |= {f"{key}.{name}": whole(slots[key]) for key in _MOMENTS}
                 steps[name] = int(slots["step"])
         return tensors, {"method": self.name, "num_updates": self.num_updates, "steps": steps}
 
@@ -124,9 +130,9 @@ class AdamWMethod(OptimizerMethod):
             slots = self.optimizer.state[parameter]
             slots["step"].fill_(float(state["steps"].get(name, 0)))
             for key in _MOMENTS:
-                slots[key].zero_()
+                local(slots[key]).zero_()
                 if name in saved:
-                    slots[key].copy_(saved[name][key])
+                    local(slots[key]).copy_(saved[name][key])
         self.num_updates = int(state["num_updates"])
 
 
@@ -185,13 +191,13 @@ class LoraMethod(AdamWMethod):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = super().state()
-        return tensors | {f"adapter.{n}": p.detach() for n, p in self.parameters.items()}, values
+        return tensors | {f"adapter.{n}": whole(p.detach()) for n, p in self.parameters.items()}, values
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().load_state(tensors, state)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(take(tensors, f"adapter.{name}", parameter))
+                local(parameter).copy_(take(tensors, f"adapter.{name}", parameter))
 
 
 def train_only(model: nn.Module, targets: Sequence[str] | str | None) -> tuple[list[Target], list[Skipped]]:

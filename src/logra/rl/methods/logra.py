@@ -15,6 +15,7 @@ from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, below, he
 from logra.rl.methods.beside import choose_dense, compact_frozen
 from logra.rl.methods.dense import AdamWMethod
 from logra.sketch.block import Block, blocks_of, digest_blocks
+from logra.sketch.shards import sharding
 from logra.sketch.sketcher import Proposal, Sketcher, attach
 from logra.sketch.targets import Skipped, clean_name, is_conv1d, select_targets
 from logra.sketch.update import Update
@@ -47,15 +48,18 @@ class LograMethod:
     ):
         self.model, self.schedule, self.trust, self.trust_mode = model, schedule, trust, trust_mode
         self.autocast = autocast
-        targets = [t.name for t in select_targets(model, options.get("targets"))[0]]
+        chosen = select_targets(model, options.get("targets"))[0]
+        targets = [t.name for t in chosen]
         dense = choose_dense(model, dense_params, targets)
-        if options.get("weights") == "split":
+        is_sharded = sharding(targets[0], chosen[0].weight) is not None
+        if options.get("weights") == "split" and not is_sharded:  # `logra.rl.sharding` has done it: FSDP knows the types
             compact_frozen(model, {*targets, *dense})
         if options.get("beta1") is None and options.get("optimizer") == "adam":
             options["beta1"] = betas[0]
         self.sketcher: Sketcher = attach(model, **{"beta2": betas[1], **options})
         for name, parameter in dense.items():
-            parameter.data = parameter.data.float()
+            if parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
             self.sketcher.skipped[:] = [s for s in self.sketcher.skipped if s.name != name]
         self.beside = None
@@ -79,7 +83,7 @@ class LograMethod:
 
     def digest(self) -> str:
         """Hex digest of everything that can move, the same for every holder of the policy (logra.digest)."""
-        return digest_blocks(self.blocks())
+        return digest_blocks(self.blocks(), self.sketcher.shards)
 
     def zero(self) -> None:
         self.sketcher.zero()
@@ -112,7 +116,11 @@ class LograMethod:
     def _step_beside(self, beside: AdamWMethod, update: Update, norm: float, scale: float) -> Update:
         """AdamW on the dense parameters; the Update with their new values."""
         beside.advance(norm, beside.schedule.at(beside.num_updates) * scale)
-        values = {name: block.master().cpu() for name, block in blocks_of(self.model, list(beside.parameters)).items()}
+        blocks, shards = blocks_of(self.model, list(beside.parameters)), self.sketcher.shards
+        values = {
+            name: (block.master() if shards is None else shards.gather_rows(block.master(), block.shape[0])).cpu()
+            for name, block in blocks.items()
+        }
         return dataclasses.replace(update, dense=values)
 
     def _decide(
