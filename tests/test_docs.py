@@ -19,6 +19,7 @@ from logra.build import build_run
 from logra.cli import main as front
 from logra.memory.meter import KINDS
 from logra.rl.advantages import ADVANTAGES
+from logra.rl.engines.fleet import FleetEngine
 from logra.rl.rewards.builtin import BUILTINS
 from logra.rl.rewards.extract import EXTRACTORS
 from logra.rl.rewards.spec import STATUSES
@@ -33,7 +34,7 @@ TINY = ROOT / "recipes" / "tiny.yaml"
 LANGUAGES = {"", "bash", "bibtex", "console", "json", "python", "text", "yaml"}
 SECTIONS = {
     "model", "data", "reward", "method", "trust", "rollout", "algorithm", "train", "eval", "checkpoint", "journal", "sync",
-    "log", "memory",
+    "log", "memory", "distributed",
 }  # fmt: skip
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -165,7 +166,7 @@ def is_key(first: str, rest: list[str]) -> bool:
         return rest[1] in cfg.Vllm.model_fields
     if (first, rest[0]) == ("reward", "functions") and len(rest) > 2:
         return rest[2] in cfg.Reward.model_fields
-    return rest[0] in section_of(first).model_fields
+    return rest[0] in section_of(first).yaml_keys()
 
 
 # -- what runs -----------------------------------------------------------------------------------------------
@@ -250,9 +251,9 @@ def check_command(arguments: list[str]) -> None:
         return
     recipe = getattr(parsed, "recipe", None)
     assert recipe is None or not recipe.startswith("recipes/") or Path(recipe).is_file(), recipe
-    if parsed.command == "train" and Path(parsed.recipe).is_file():
+    if parsed.command in ("train", "launch") and Path(parsed.recipe).is_file():
         assert front.main([*arguments, *([] if parsed.dry_run else ["--dry-run"])]) == 0
-    elif parsed.command in ("train", "eval"):
+    elif parsed.command in ("train", "launch", "eval"):
         cfg.make_config(cfg.apply_overrides(cfg.read_yaml(TINY), cfg.parse_overrides(flags)))
     elif parsed.command != "plan":  # its flags are those of a recipe and --model, --method
         assert not flags, arguments
@@ -281,7 +282,7 @@ DOCUMENTED = {
     "Top level": (cfg.Config, set(cfg.Config.model_fields) - SECTIONS),
     "reward.functions": (cfg.Reward, set(cfg.Reward.model_fields)),
     "rollout.vllm": (cfg.Vllm, set(cfg.Vllm.model_fields)),
-    **{name: (section_of(name), set(section_of(name).model_fields)) for name in SECTIONS},
+    **{name: (section_of(name), set(section_of(name).yaml_keys())) for name in SECTIONS},
 }
 
 
@@ -319,9 +320,9 @@ def bounds(metadata: list[Any]) -> str:
 def test_every_key_is_documented_with_its_type_and_default(heading):
     section, keys = DOCUMENTED[heading]
     rows = [row for row in tables(doc("configuration"))[heading] if len(row) == 4]
-    assert [row[0] for row in rows] == [f"`{key}`" for key in section.model_fields if key in keys]
+    assert [row[0] for row in rows] == [f"`{key}`" for key in section.yaml_keys() if key in keys]
     for key, kind, default, meaning in rows:
-        field = section.model_fields[key.strip("`")]
+        field = section.model_fields[section.yaml_keys()[key.strip("`")]]
         exact = type_text(field.annotation, field.metadata)
         if len(exact) > 60:  # too many choices for a column: each is named below the table
             text = doc("configuration").read_text()
@@ -345,7 +346,9 @@ def test_sections_are_all_documented():
 
 def test_what_may_change_on_resuming_is_what_the_checkpoint_leaves_open():
     text = doc("configuration").read_text()
-    stay, change = (set(names_in(re.search(rf"(?m)^- {what}: (.*)$", text)[1])) for what in ("Must stay", "May change"))
+    stay, change = (
+        set(names_in(re.search(rf"(?m)^- {what}: (.*(?:\n  .*)*)$", text)[1])) for what in ("Must stay", "May change")
+    )
     config = cfg.load_config(TINY)
     assert stay == {*cfg.IDENTITY, "train.microbatch_size"}
     assert set(cfg.identity(config)) == {*cfg.IDENTITY, "microbatch_size"}
@@ -380,10 +383,12 @@ def test_every_metric_that_a_run_writes_is_documented_and_no_other(workspace):
     kinds = "|".join(re.escape(kind) for kind in KINDS)
     patterns = {name: pattern.replace("/KIND_", f"/({kinds})_") for name, pattern in patterns.items()}
     of_cuda = {"memory/reserved_bytes"}
+    of_servers = {name for name in documented if name.startswith("rollout/")}  # tests/unit/engines_vllm/test_fleet.py
+    assert all(f'"{name}"' in inspect.getsource(FleetEngine.metrics) for name in of_servers)
     for name in written:
         assert any(re.fullmatch(pattern, name) for pattern in patterns.values()), f"{name} is not documented"
     for name, pattern in patterns.items():
-        assert name in of_cuda or any(re.fullmatch(pattern, key) for key in written), (
+        assert name in of_cuda | of_servers or any(re.fullmatch(pattern, key) for key in written), (
             f"{name} is documented, but not written"
         )
 

@@ -19,7 +19,8 @@ METRICS = {
     "mismatch/kl", "mismatch/max_abs", "completions/mean_length", "completions/min_length", "completions/max_length",
     "completions/clipped_ratio", "completions/mean_terminated_length", "sampling/sampling_logp_difference/mean",
     "sampling/importance_sampling_ratio/max", "rewards/format/mean", "rewards/format/std", "skipped_steps", "updates",
-    "num_updates", "num_tokens", "step_time", "time/rollout", "memory/peak_bytes", "memory/mean_bytes", "memory/rss_bytes",
+    "num_updates", "num_tokens", "step_time", "time/rollout", "time/rollout_wait", "staleness/mean", "staleness/max",
+    "memory/peak_bytes", "memory/mean_bytes", "memory/rss_bytes",
     "memory/gradient_peak_bytes", "memory/update_peak_bytes", "memory/weights_bytes",
 }  # fmt: skip
 TRUST = {"trust/predicted_kl", "trust/measured_kl", "trust/budget", "trust/scale"}

@@ -25,7 +25,7 @@ from logra.sync.journal import Journal
 from logra.sync.packet import Packet
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
-TIMES = {"step_time", "time/rollout"}  # and the memory of the process
+TIMES = {"step_time", "time/rollout", "time/rollout_wait"}  # and the memory of the process
 SMALL = {
     "train.steps": 4,
     "eval": None,

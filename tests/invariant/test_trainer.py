@@ -42,7 +42,7 @@ KINDS = {
     "beside": {"method.dense_params": ["norms", "head"], "method.dense_lr": 1e-3},
     "split beside": SPLIT | {"method.dense_params": ["embeddings"], "method.dense_lr": 1e-3},
 }
-TIMES = {"step_time", "time/rollout"}  # and the memory of the process
+TIMES = {"step_time", "time/rollout", "time/rollout_wait"}  # and the memory of the process
 
 
 def settings(folder, **flags):

@@ -350,6 +350,10 @@ def test_identity_covers_what_a_run_computes_and_differences_name_it():
         ({"journal.keep_anchors": 1}, "needs journal.anchor_every"),
         ({"rollout.engine": "vllm", "method.name": "lora"}, "needs method logra"),
         ({"rollout.vllm.fetch": True}, "needs rollout.vllm.url and sync.serve"),
+        ({"rollout.vllm.url": []}, "give one server's address, or a list of different ones"),
+        ({"rollout.vllm.url": ["http://a:1", "http://a:1/"]}, "a list of different ones"),
+        ({"rollout.vllm.url": ["http://a:1", "b:2"]}, "begins with http:// or https://, not 'b:2'"),
+        ({"rollout.vllm.patience_s": 0}, "greater than 0"),
         ({"rollout.mismatch_limit": 0}, "greater than 0"),
     ],
 )
@@ -357,6 +361,14 @@ def test_combinations_that_cannot_be(flags, words):
     data = cfg.apply_overrides(cfg.read_yaml(TINY), flags)
     with pytest.raises(ConfigError, match=re.escape(words)):
         cfg.make_config(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [("null", []), ("http://a:1", ["http://a:1"]), ('[http://a:1, "https://b:2"]', ["http://a:1", "https://b:2"])],
+)
+def test_one_server_or_several(text, urls):
+    assert cfg.load_config(TINY, ["--rollout.vllm.url", text]).rollout.vllm.urls == urls
 
 
 @pytest.mark.parametrize(
@@ -408,3 +420,45 @@ def test_bases_and_optimizers_that_do_not_go_together(flags, match):
 def test_options_of_an_optimizer_do_not_shadow_the_methods(method, match):
     with pytest.raises(ConfigError, match=match):
         cfg.make_config({"model": {"name_or_path": "m"}, "data": {"name": "d"}, "method": method})
+
+
+SERVER = {"rollout__engine": "vllm", "rollout__vllm__url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({"rollout__async": 1}, r"engine=hf is the trained model itself: use a vLLM server .*rollout\.vllm\.url"),
+        ({"rollout__async": 1, "rollout__engine": "vllm"}, "vLLM in the trainer's process: use a vLLM server"),
+        (SERVER | {"rollout__async": 2, "algorithm__importance_cap": None}, r"algorithm\.importance_cap"),
+        (SERVER | {"rollout__async": -1}, r"rollout\.async: .* greater than or equal to 0"),
+        (SERVER | {"rollout__on_update": "restart"}, r"needs rollout\.async >= 1"),
+        (SERVER | {"rollout__async": 1, "rollout__on_update": "drop"}, r"rollout\.on_update"),
+        (
+            SERVER
+            | {"rollout__vllm__url": ["http://a", "http://b"], "rollout__async": 1, "rollout__on_update": "keep"},
+            "one server only",
+        ),
+        ({"rollout__ahead": 1}, r"rollout\.ahead: unknown key; .*async"),
+        ({"rollout__asynch": 1}, "did you mean 'async'"),
+        ({"async": 1}, r"did you mean rollout\.async"),
+    ],
+)
+def test_rollouts_ahead_need_an_engine_beside_the_trainer(flags, match):
+    with pytest.raises(ConfigError, match=match):
+        make(**flags)
+
+
+def test_the_key_of_rollouts_ahead_is_async_everywhere(tmp_path):
+    flags = cfg.parse_overrides(["--rollout.async", "2", "--rollout.on-update", "restart"])
+    made = make(**SERVER, **{key.replace(".", "__"): value for key, value in flags.items()})
+    assert (made.rollout.ahead, made.rollout.on_update) == (2, "restart")
+    assert made.model_dump()["rollout"]["async"] == 2 and "ahead" not in made.model_dump(mode="json")["rollout"]
+    path = tmp_path / "config.yaml"
+    path.write_text(cfg.to_yaml(made))
+    assert "  async: 2\n" in path.read_text() and cfg.load_config(path) == made
+
+
+def test_how_far_ahead_is_no_part_of_what_a_resumed_run_must_keep():
+    ahead = make(**SERVER, rollout__async=2, rollout__on_update="keep")
+    assert cfg.identity(ahead) == cfg.identity(make(**SERVER))

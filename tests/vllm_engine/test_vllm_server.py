@@ -14,7 +14,8 @@ import torch
 from random_trainer import Trainer, peaked_model, save
 
 from logra.errors import UpdateError, UpdateOrderError
-from logra.rl.engines.vllm_server import KEY_VARIABLE, SERVE_ENVIRONMENT, VLLMServerEngine, serve_options
+from logra.rl.engines.vllm_serve import KEY_VARIABLE, SERVE_ENVIRONMENT, serve_options
+from logra.rl.engines.vllm_server import VLLMServerEngine
 from logra.rl.tiny import char_tokenizer
 from logra.rl.types import Prompt, Sampling
 from logra.sync.http import serve

@@ -14,6 +14,7 @@ from logra.rl.evaluate import EvalResult, evaluate
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.spec import RewardSpec
 from logra.rl.sources import GENERATED, load_rows
+from logra.rl.trainer import Scorer
 from logra.rl.types import Prompt, Sampling
 
 
@@ -81,7 +82,7 @@ def build_rewards(section: cfg.Rewards) -> RewardPool:
 
 
 def build_evaluator(
-    config: cfg.Config, engine: Engine, prompts: Sequence[Prompt], rewards: RewardPool
+    config: cfg.Config, engine: Engine, prompts: Sequence[Prompt], rewards: Scorer
 ) -> Callable[[], EvalResult]:
     section = config.eval
     assert section is not None

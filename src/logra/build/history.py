@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from logra import config as cfg
 from logra.errors import CheckpointError, ConfigError
 from logra.rl.checkpoint import Checkpoint, CheckpointStore
-from logra.rl.history import History, find_tail, has_journal, open_journal, replay
+from logra.rl.history import History, Policy, find_tail, has_journal, open_journal, replay
 from logra.rl.methods.base import Method, below
 from logra.rl.methods.logra import LograMethod
 from logra.rl.run_dir import RunDir
+from logra.rl.world import World
 from logra.sync.http import Server, serve
+from logra.sync.journal import Journal
 from logra.sync.state import TailState
 from logra.sync.token import load_or_make_token
 
@@ -67,6 +70,7 @@ def build_history(
     checkpoint: Checkpoint | None,
     tail: TailState | None,
     closers: list[Callable[[], None]],
+    world: World,
 ) -> History | None:
     """The journal, open for writing, with the method's weights brought to the tail. The method's state is the checkpoint's."""
     if not config.keeps_journal or not isinstance(method, LograMethod):
@@ -81,21 +85,29 @@ def build_history(
     model = {"name_or_path": name, "revision": config.model.revision}
     if local.is_dir():
         model["folder"] = str(local.resolve())  # for `logra checkout` from another directory
-    journal = open_journal(
-        folder.journal, method, version=version, step=checkpoint.step if checkpoint else 0, model=model, tail=tail
-    )
-    closers.append(journal.close)
-    if tail is not None:
-        replay(journal, method, version, tail)
+    policy, step = Policy.of(method), checkpoint.step if checkpoint else 0
+    opened: list[Journal] = []
+
+    def open_it() -> None:
+        opened.append(open_journal(folder.journal, policy, version=version, step=step, model=model, tail=tail))
+        closers.append(opened[0].close)
+
+    world.share(open_it)
     section = config.journal
-    return History(
-        journal,
+    history = History(
+        opened[0] if opened else None,
         method,
         digest_every=section.digest_every,
         anchor_every=section.anchor_every,
         keep_anchors=section.keep_anchors,
         last_step=config.train.steps,
+        world=world,
     )
+    history.begin()
+    if tail is not None:
+        with contextlib.nullcontext(opened[0]) if opened else Journal.open(folder.journal) as journal:
+            replay(journal, method, version, tail)
+    return history
 
 
 def _check_identity(path: Path, identity: Mapping[str, Any], config: cfg.Config) -> None:

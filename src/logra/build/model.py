@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,21 @@ from logra.trust.region import TrustRegion
 
 
 def build_model(
-    config: cfg.Config, checkpoint: Checkpoint | None = None
+    config: cfg.Config, checkpoint: Checkpoint | None = None, is_whole: bool = True
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train: the checkpoint's weights on resuming (for lora the base: adapters are in its state)."""
+    """The model to train: the checkpoint's weights on resuming (for lora the base: adapters are in its state).
+
+    is_whole: it will stay in one piece; else it is left in host memory, to be sharded."""
     section = config.model
     is_split = config.method.weights == "split"
-    name, revision = section.name_or_path, section.revision
-    if checkpoint is not None and config.method.name != "lora":
-        name, revision = str(checkpoint.path / "model"), None
+    name, revision = weights_of(config, checkpoint)
     model, tokenizer = load_model(
         name,
         revision=revision,
         attn_implementation=section.attn_implementation,
-        device="cpu" if is_split else section.device,  # split target by target on its way to the device
+        device=section.device
+        if is_whole and not is_split
+        else "cpu",  # split target by target on its way to the device
         seed=config.seed,
         keep_bfloat16=is_split,
     )
@@ -45,17 +47,24 @@ def build_model(
     return model, tokenizer
 
 
+def weights_of(config: cfg.Config, checkpoint: Checkpoint | None) -> tuple[str, str | None]:
+    """(name or folder, revision) of the weights to start with."""
+    if checkpoint is not None and config.method.name != "lora":
+        return str(checkpoint.path / "model"), None
+    return config.model.name_or_path, config.model.revision
+
+
 def build_reference(
-    model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None, journal: Path
-) -> nn.Module | None:
-    """A frozen copy of the starting policy, for the KL term."""
+    model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None, journal: Path, is_whole: bool = True
+) -> PreTrainedModel | None:
+    """A frozen copy of the starting policy, for the KL term. is_whole: else it is left as it is loaded, to be sharded."""
     if config.algorithm.kl_coef == 0.0:
         return None
     if checkpoint is None or config.method.name == "lora":
-        reference: nn.Module = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
     else:
         reference = build_base(config, journal)
-    if config.method.weights == "split":  # stored as the policy is, so that the KL of the first step is 0
+    if config.method.weights == "split" and is_whole:  # stored as the policy is, so that the KL of the first step is 0
         store_split(reference, config.method.targets, config.method.dense_params)
         reference.to(pick_device(config.model.device))
     return reference.eval().requires_grad_(False)
@@ -72,7 +81,10 @@ def build_base(config: cfg.Config, journal: Path) -> PreTrainedModel:
     return model
 
 
-def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
+def build_method(
+    config: cfg.Config, model: PreTrainedModel, shard: Callable[[nn.Module], None] | None = None
+) -> Method:
+    """shard: of lora, what to do with the model once its adapters are in place; other methods take a sharded model."""
     method = config.method
     updates = config.train.steps * config.algorithm.updates_per_step
     assert method.lr is not None and method.rank is not None  # the configuration resolves them
@@ -91,6 +103,7 @@ def build_method(config: cfg.Config, model: PreTrainedModel) -> Method:
             alpha=method.lora_alpha,
             seed=config.seed,
             betas=method.betas,
+            shard=shard,
             **common,
         )
     if method.name != "logra":

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
 from logra.build.data import build_data, build_eval_data, build_evaluator, build_rewards
 from logra.build.engine import build_engine
 from logra.build.history import build_history, read_checkpoint, read_tail, start_serving, sync_token
 from logra.build.model import build_base, build_method, build_model, build_reference, model_card
+from logra.build.placing import build_world, load_sharded, place, shard_again
+from logra.head import plain_head
 from logra.integrations.trackers import make_trackers
 from logra.memory.gauge import StepGauge
 from logra.rl.checkpoint import CheckpointStore
@@ -24,13 +26,19 @@ from logra.rl.data import PromptSet
 from logra.rl.evaluate import EvalResult
 from logra.rl.export import export_model
 from logra.rl.history import History
-from logra.rl.methods.base import Writer
+from logra.rl.loading import Rows
+from logra.rl.methods.base import Method, Writer
+from logra.rl.methods.logra import LograMethod
 from logra.rl.models import prepare
+from logra.rl.rewards.pool import RewardPool
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
 from logra.rl.sampler import PromptSampler
+from logra.rl.sharded_export import export_sharded
+from logra.rl.shared import SharedRewards
 from logra.rl.step import LossSettings
 from logra.rl.trainer import Plan, Trainer
 from logra.rl.types import Sampling
+from logra.rl.world import Ranks, World
 from logra.sync.state import TailState
 
 logger = logging.getLogger(__name__)
@@ -56,7 +64,7 @@ class Run:
             self.history.start(self.config.sync.subscribers, self.config.sync.timeout_s)
         self.trainer.fit()
         self.trainer.export(self.folder.final)
-        if self.history is not None and self.config.sync.serve:
+        if self.history is not None and self.config.sync.serve:  # on the first rank
             self.history.finish(min(self.config.sync.timeout_s, LINGER_S))
         return self.folder.final
 
@@ -74,37 +82,50 @@ def build_run(config: cfg.Config) -> Run:
     """Everything `logra train` needs. What can fail fails here, before the first step; nothing is left behind then."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    world = build_world(config)
     folder = RunDir(Path(config.output_dir))
-    closers: list[Callable[[], None]] = [folder.close]
+    closers: list[Callable[[], None]] = [world.close, folder.close]
     try:
-        return _build(config, folder, folder.open(config.resume), closers)
+        return _build(config, folder, _open(config, folder, world), closers, world)
     except BaseException:
         for closer in reversed(closers):
             closer()
         raise
 
 
-def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: list[Callable[[], None]]) -> Run:
+def _open(config: cfg.Config, folder: RunDir, world: World) -> Path | None:
+    """The first rank owns the folder; gives what to resume from."""
+    resume = world.share(lambda: folder.open(config.resume))
+    if not world.is_first:
+        folder.verified = resume  # it was, by the first
     for note in folder.skipped:
         logger.warning("passed over a checkpoint: %s", note)
+    return resume
+
+
+def _build(
+    config: cfg.Config, folder: RunDir, resume: Path | None, closers: list[Callable[[], None]], world: World
+) -> Run:
     store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
     checkpoint = read_checkpoint(store, resume, config, folder.verified)
-    tail = read_tail(folder, checkpoint, config)
-    token = sync_token(config.sync, folder)
-    model, tokenizer = build_model(config, checkpoint)
+    tail = world.share(lambda: read_tail(folder, checkpoint, config))
+    token = sync_token(config.sync, folder) if world.is_first else None
+    rows = None
+    if isinstance(world, Ranks):
+        model, tokenizer, rows = load_sharded(config, checkpoint, world)
+    else:
+        model, tokenizer = build_model(config, checkpoint)
     eval_prompts = build_eval_data(config, tokenizer)
     held_out = {p.token_ids for p in eval_prompts} if config.eval and config.eval.hold_out else set()
     prompts = build_data(config.data, tokenizer, config.seed, held_out)
-    rewards = build_rewards(config.reward)
-    closers.append(rewards.close)
-    rewards.warmup(sorted(prompts[0].columns))
-    reference = build_reference(model, config, checkpoint, folder.journal)
+    rewards = _build_rewards(config, sorted(prompts[0].columns), closers, world)
+    reference = build_reference(model, config, checkpoint, folder.journal, is_whole=world.size == 1)
     prepare(model, config.model.gradient_checkpointing, config.model.offload_activations)
-    method = build_method(config, model)
-    history = build_history(config, folder, method, checkpoint, tail, closers)
+    method = _build_method(config, model, reference, world, rows)
+    history = build_history(config, folder, method, checkpoint, tail, closers, world)
     if config.rollout.engine == "vllm" and checkpoint is not None:
         build_base(config, folder.journal)  # vLLM starts from it: what never moves must still be the same
-    engine = build_engine(config, method, tokenizer, folder, history)
+    engine = build_engine(config, method, tokenizer, folder, history, world)
     closers.append(engine.close)
     engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
     if config.eval:
@@ -123,7 +144,7 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
     trackers = make_trackers(
         list(config.log.trackers), project=config.log.project, run_name=folder.path.name, folder=folder.path,
         config=config.model_dump(mode="json"), resume_step=start.step if start else None,
-    )  # fmt: skip
+    ) if world.is_first else []  # fmt: skip
     closers += [tracker.close for tracker in trackers]
     run.trainer = Trainer(
         training_plan(config),
@@ -133,19 +154,21 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         sampler=sampler,
         rewards=rewards,
         pad_id=engine.pad_token_id,
-        metrics=MetricsWriter(folder.metrics),
+        metrics=MetricsWriter(folder.metrics) if world.is_first else None,
         completions=CompletionsWriter(folder.completions) if config.log.completions else None,
         evaluator=build_evaluator(config, engine, eval_prompts, rewards) if config.eval else None,
         checkpoints=store,
-        write_model=_model_writer(config, tokenizer, run),
+        write_model=_model_writer(config, tokenizer, run, world),
         recorder=history,
         reference=reference,
         listeners=[_TrackerListener(tracker) for tracker in trackers],
         identity=cfg.identity(config),
         gauge=StepGauge(
-            next(model.parameters()).device, method.held, method.model.parameters, enabled=config.log.memory,
-            folder=folder.memory, timelines=config.log.memory_timelines, watch_rollouts=config.rollout.engine == "hf",
+            next(model.parameters()).device, method.held, method.model.parameters, enabled=_can_meter(config, world),
+            folder=folder.memory if world.is_first else None, timelines=config.log.memory_timelines,
+            watch_rollouts=config.rollout.engine == "hf",
         ),
+        world=world,
     )  # fmt: skip
     if start is not None:
         run.trainer.load(start.tensors, start.values if isinstance(start, TailState) else start.state)
@@ -153,11 +176,58 @@ def _build(config: cfg.Config, folder: RunDir, resume: Path | None, closers: lis
         history.go_back(method.num_updates, served=token is not None)
         if token is not None:
             closers.append(start_serving(config.sync, token, history).close)
-    if start is not None:
-        store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
-    folder.rewind(run.trainer.step if start is not None else -1)  # a run that begins evaluates its step 0 again
-    folder.write_config(cfg.to_yaml(config))
+
+    def tidy() -> None:
+        if start is not None:
+            store.discard_after(start.step)  # a later auto-resume must not pick the abandoned branch
+        folder.rewind(run.trainer.step if start is not None else -1)  # a run that begins evaluates its step 0 again
+        folder.write_config(cfg.to_yaml(config))
+
+    world.share(tidy)
     return run
+
+
+def _build_rewards(
+    config: cfg.Config, columns: list[str], closers: list[Callable[[], None]], world: World
+) -> RewardPool | SharedRewards:
+    """The first rank scores for all."""
+    pools: list[RewardPool] = []
+
+    def start() -> None:
+        pools.append(build_rewards(config.reward))
+        closers.append(pools[0].close)
+        pools[0].warmup(columns)
+
+    world.share(start)
+    return pools[0] if world.size == 1 else SharedRewards(world, pools[0] if pools else None)
+
+
+def _build_method(
+    config: cfg.Config, model: PreTrainedModel, reference: nn.Module | None, world: World, rows: Rows | None
+) -> Method:
+    """The method, on sharded weights where there are several ranks."""
+    if not isinstance(world, Ranks):
+        return build_method(config, model)
+    if reference is not None:
+        is_skeleton = any(parameter.is_meta for parameter in reference.parameters())
+        place(config, world, reference, rows if is_skeleton else None)
+    if config.method.name == "lora":  # adapters are sharded with the layers they are in
+        method = build_method(config, model, lambda wrapped: shard_again(config, world, wrapped, rows))
+    else:
+        masters = place(config, world, model, rows)
+        method = build_method(config, model)
+        if isinstance(method, LograMethod) and masters:
+            method.sketcher.load_masters(masters)
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=config.model.dtype == "bfloat16"):
+        for part in (method.model, reference):
+            if part is not None:
+                plain_head(part)  # the first pass tells FSDP which module is the outermost
+    return method
+
+
+def _can_meter(config: cfg.Config, world: World) -> bool:
+    """On the CPU tensors are followed one by one, and FSDP frees storages behind that."""
+    return config.log.memory and (world.size == 1 or torch.cuda.is_available())
 
 
 def training_plan(config: cfg.Config) -> Plan:
@@ -194,14 +264,19 @@ def training_plan(config: cfg.Config) -> Plan:
         eval_before=evaluation.before if evaluation else False,
         eval_after=evaluation.after if evaluation else False,
         checkpoint_every=config.checkpoint.every,
+        ahead=rollout.ahead,
+        on_update=rollout.on_update,
     )
 
 
-def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run) -> Writer:
+def _model_writer(config: cfg.Config, tokenizer: PreTrainedTokenizerBase, run: Run, world: World) -> Writer:
     def write(model: nn.Module, folder: Path, masters: Mapping[str, Tensor] | None) -> None:
         is_bf16 = folder == run.folder.final and config.checkpoint.final_dtype == "bfloat16"
         dtype = torch.bfloat16 if is_bf16 else None
         card = model_card(config, run.trainer.step, run.evaluations())
+        if isinstance(world, Ranks):
+            export_sharded(model, tokenizer, folder, world=world, card=card, dtype=dtype, rows=masters)
+            return
         export_model(model, tokenizer, folder, card=card, dtype=dtype, state_dict=masters)
 
     return write

@@ -24,6 +24,7 @@ OF_PLAN = (
     "--rank", "--gpus", "--gpu-memory", "--host-memory", "--length", "--prompt-length", "--microbatch",
     "--decoded", "--link", "--compare",
 )  # fmt: skip
+OF_LAUNCH = ("--train-gpus", "--rollout-gpus", "--cpu", "--vllm-python")  # likewise
 
 
 def _version() -> str:
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="resolve and check the configuration, print it, end")
     train.add_argument("--plain", action="store_true", help="one line a step instead of a live display")
 
+    _add_launch(commands, strict)
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a checkpoint, a run or any model",
@@ -105,6 +107,29 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_launch(commands: Any, strict: dict[str, Any]) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="train with vLLM servers, all started on this machine",
+        description="Start vLLM servers and training on this machine, print their commands and logs, and end them together. A "
+        "server that dies is started again. Flags set keys as in train: --method.lr 1e-5.",
+        usage="logra launch [options] RECIPE [--section.key VALUE ...]",
+        **strict,
+    )
+    launch.add_argument("recipe", help="YAML file, such as recipes/demo.yaml")
+    launch.add_argument("--train-gpus", type=int, default=1, metavar="N", help="devices that train; default: 1")
+    launch.add_argument(
+        "--rollout-gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices of vLLM servers, rollout.vllm.tensor_parallel_size each; 0: the trainer samples by itself; default: 1",
+    )
+    launch.add_argument("--cpu", action="store_true", help="use no GPU: the numbers are of processes then")
+    launch.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM, if it is not this one")
+    launch.add_argument("--dry-run", action="store_true", help="check the recipe, print the commands, end")
+
+
 def _add_plan(commands: Any, strict: dict[str, Any]) -> None:
     plan = commands.add_parser(
         "plan",
@@ -137,7 +162,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     own: list[str] = []
     flags: list[str] = []
     rest = list(argv)
-    known = {*OPTIONS, *OF_PLAN} if next((t for t in rest if not t.startswith("-")), "") == "plan" else set(OPTIONS)
+    own_options = {"plan": OF_PLAN, "launch": OF_LAUNCH}
+    known = {*OPTIONS, *own_options.get(next((t for t in rest if not t.startswith("-")), ""), ())}
     while rest:
         token = rest.pop(0)
         name, equals, value = token.partition("=")
@@ -177,6 +203,18 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from logra.cli.train import train
 
         return train(arguments.recipe, rest, dry_run=arguments.dry_run, plain=arguments.plain)
+    if arguments.command == "launch":
+        from logra.cli.launch import launch
+
+        return launch(
+            arguments.recipe,
+            rest,
+            num_train=arguments.train_gpus,
+            num_rollout=arguments.rollout_gpus,
+            on_cpu=arguments.cpu,
+            vllm_python=arguments.vllm_python,
+            dry_run=arguments.dry_run,
+        )
     if arguments.command == "eval":
         from logra.cli.evaluate import evaluate
 
@@ -201,7 +239,8 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _report(error: LograError, show_traceback: bool, code: int) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    print(f"logra: {error}", file=sys.stderr)
+    if not getattr(error, "is_shared", False):  # else the first rank says it
+        print(f"logra: {error}", file=sys.stderr)
     return code
 
 

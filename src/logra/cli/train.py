@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,19 +23,45 @@ def train(recipe: str, flags: Sequence[str], *, dry_run: bool, plain: bool) -> i
     from logra.cli.allocator import keep_freed_memory
 
     transformers.utils.logging.disable_progress_bar()
-    from logra.build import build_run
     from logra.cli.plan import refuse
-    from logra.cli.progress import Display
+    from logra.rl.world import is_distributed_error, lost_rank
 
-    refuse(config)
+    is_first, is_alone = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1") == "1"
+    if is_alone:  # of several ranks each would have to say no: `logra plan --gpus N` tells
+        refuse(config)
     if config.model.device != "cuda":
         keep_freed_memory()
+    if not is_alone:
+        signal.signal(signal.SIGTERM, _stopped)
+    try:
+        _train(config, plain, is_first)
+    except RuntimeError as error:
+        if is_alone or not is_distributed_error(error):
+            raise
+        raise lost_rank(error) from error
+    return 0
+
+
+def _stopped(*_: object) -> None:
+    """torchrun ends the ranks that are left when one has failed."""
+    from logra.rl.world import lost_rank
+
+    print(f"logra: {lost_rank('stopped by the launcher')}", file=sys.stderr, flush=True)
+    os._exit(143)  # the others are gone: nothing can be closed together with them
+
+
+def _train(config: cfg.Config, plain: bool, is_first: bool) -> None:
+    from logra.build import build_run
+    from logra.cli.progress import Display
+
     run = build_run(config)
     try:
+        if not is_first:
+            run.fit()
+            return
         with Display(run, plain=plain) as display:
             run.trainer.listeners.append(display)
             final = run.fit()
         display.summary(final)
     finally:
         run.close()
-    return 0

@@ -15,7 +15,7 @@ def identity(config: Config) -> dict[str, Any]:
     dumped = config.model_dump(mode="json")
     for key in ("workers", "timeout_s", "error_limit"):
         del dumped["reward"][key]
-    for key in ("batch_size", "mismatch_limit", "vllm"):
+    for key in ("batch_size", "mismatch_limit", "async", "on_update", "vllm"):
         del dumped["rollout"][key]
     del dumped["method"]["residual"]
     return {key: dumped[key] for key in IDENTITY} | {"microbatch_size": dumped["train"]["microbatch_size"]}

@@ -121,10 +121,10 @@ def _valid_keys(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         if isinstance(part, int):
             continue
-        kind = section.model_fields[part].annotation
+        kind = section.model_fields[section.yaml_keys()[part]].annotation
         candidates = [kind, *getattr(kind, "__args__", ())]
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
-    return list(section.model_fields)
+    return list(section.yaml_keys())
 
 
 def _elsewhere(key: str) -> str:
@@ -132,6 +132,6 @@ def _elsewhere(key: str) -> str:
     places = [key] if key in Config.model_fields else []
     for name, field in Config.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields:
+            if isinstance(kind, type) and issubclass(kind, Section) and key in kind.yaml_keys():
                 places.append(f"{name}.{key}")
     return f"did you mean {' or '.join(places)}?" if places else ""

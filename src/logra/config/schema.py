@@ -18,7 +18,12 @@ def nearest(key: str, valid: list[str]) -> str:
 class Section(BaseModel):
     """A section of the configuration: unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, serialize_by_alias=True)
+
+    @classmethod
+    def yaml_keys(cls) -> dict[str, str]:
+        """Every key as it is written in YAML, and the attribute that holds it (other only where Python reserves the word)."""
+        return {field.alias or name: name for name, field in cls.model_fields.items()}
 
 
 class Model(Section):
@@ -229,8 +234,11 @@ class Rewards(Section):
 class Vllm(Section):
     """The vLLM rollout engine (rollout.engine: vllm). It starts from the base model and follows the trainer by Updates."""
 
-    url: str | None = None
-    """A `vllm serve` to use instead of an engine in this process; its key is in the environment variable VLLM_API_KEY."""
+    url: str | list[str] | None = None
+    """A `vllm serve`, or several, to use instead of an engine in this process; the key is in the environment variable
+    VLLM_API_KEY."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """How long to wait, at the start and whenever no server is left, for one to be there."""
     fetch: bool = False
     """The server fetches updates from sync.serve instead of getting them inside requests."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
@@ -245,6 +253,22 @@ class Vllm(Section):
     """Sleep outside rollouts, so that the trainer has the accelerator's memory."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `vllm.LLM`."""
+
+    @field_validator("url")
+    @classmethod
+    def _are_addresses(cls, url: str | list[str] | None) -> str | list[str] | None:
+        urls = [url] if isinstance(url, str) else url
+        if urls is not None and (not urls or len({each.rstrip("/") for each in urls}) != len(urls)):
+            raise ValueError("give one server's address, or a list of different ones; null: an engine in this process")
+        for each in urls or ():
+            if not each.startswith(("http://", "https://")):
+                raise ValueError(f"a vLLM server's address begins with http:// or https://, not {each!r:.80}")
+        return url
+
+    @property
+    def urls(self) -> list[str]:
+        """All servers; none: an engine in this process."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or ())
 
 
 class RolloutSection(Section):
@@ -261,6 +285,10 @@ class RolloutSection(Section):
     """Rows generated at once; None: all."""
     mismatch_limit: float | None = Field(default=0.1, gt=0)
     """Stop where the log-probs of engine and trainer differ by more, in mean nats a token; None: never."""
+    ahead: int = Field(default=0, ge=0, alias="async")
+    """Batches sampled ahead while the trainer computes; 0: strictly on-policy. Written `async`."""
+    on_update: Literal["finish", "keep", "restart"] = "finish"
+    """What becomes of rollouts in flight when the policy moves: finished first, kept and gone on with, or sampled anew."""
     vllm: Vllm = Field(default_factory=Vllm)
 
 
@@ -390,6 +418,16 @@ class Log(Section):
     """Steps whose memory over time is written to memory/step_NNNNNN.json (CPU)."""
 
 
+class Distributed(Section):
+    """Several ranks (torchrun): docs/distributed.md."""
+
+    # groups of ranks that each hold all shards of the model (HSDP); 1: one group
+    replicas: int = Field(default=1, ge=1)
+    offload: bool = False
+    # most seconds that a rank waits for another, rollouts included
+    timeout_s: float = Field(default=1800.0, gt=0)
+
+
 class Memory(Section):
     """Is there enough memory? Planned before the weights are loaded (`logra plan` shows the same)."""
 
@@ -428,6 +466,7 @@ class Config(Section):
     sync: Sync = Field(default_factory=Sync)
     log: Log = Field(default_factory=Log)
     memory: Memory = Field(default_factory=Memory)
+    distributed: Distributed = Field(default_factory=Distributed)
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> Config:
@@ -457,6 +496,7 @@ class Config(Section):
                 "rollout.engine=vllm follows the trainer by Updates: it needs method logra, a basis other than gaussian and "
                 "journal.enabled"
             )
+        self._check_async()
         if self.rollout.vllm.fetch and not (self.rollout.vllm.url and self.sync.serve):
             raise ValueError("rollout.vllm.fetch lets a server fetch updates: it needs rollout.vllm.url and sync.serve")
         if self.sync.serve and not self.keeps_journal:
@@ -475,6 +515,32 @@ class Config(Section):
         if self.train.microbatch_size > total // updates:
             self.train.microbatch_size = total // updates
         return self
+
+    def _check_async(self) -> None:
+        rollout = self.rollout
+        if not rollout.ahead:
+            if rollout.on_update != "finish":
+                raise ValueError(
+                    f"rollout.on_update={rollout.on_update} is about rollouts in flight when the policy moves: it needs "
+                    "rollout.async >= 1"
+                )
+            return
+        if rollout.engine != "vllm" or not rollout.vllm.urls:
+            what = "the trained model itself" if rollout.engine == "hf" else "vLLM in the trainer's process"
+            raise ValueError(
+                f"rollout.async={rollout.ahead} samples while the trainer computes, and rollout.engine={rollout.engine} is "
+                f"{what}: use a vLLM server (rollout.engine=vllm and rollout.vllm.url), or rollout.async=0"
+            )
+        if rollout.on_update == "keep" and len(rollout.vllm.urls) > 1:
+            raise ValueError(
+                "rollout.on_update=keep changes a server's weights while it samples, which is made for one server only: give "
+                "one rollout.vllm.url, or use finish or restart"
+            )
+        if self.algorithm.importance_cap is None:
+            raise ValueError(
+                f"rollout.async={rollout.ahead} trains on rollouts of older policies, whose log-probs the loss must be weighed "
+                "by: set algorithm.importance_cap (2.0 is usual), or rollout.async=0"
+            )
 
     @property
     def keeps_journal(self) -> bool:

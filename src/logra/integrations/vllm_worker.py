@@ -148,7 +148,8 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         """Nothing to release: no connection is held."""
 
     def status(self) -> dict[str, Any]:
-        """Where this worker stands: run, version, problem (None: usable), how weights are held, vLLM's settings, last report."""
+        """Where this worker stands: run, head (checksum of the last packet), version, problem (None: usable), how weights are
+        held, vLLM's settings, last report."""
         settings = {
             "logprobs_mode": self._default_model_config.logprobs_mode,
             "max_model_len": self._default_model_config.max_model_len,
@@ -156,6 +157,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         if self.replica is None:
             return {
                 "run": "",
+                "head": None,
                 "version": -1,
                 "problem": "no run was begun here",
                 "loading": "",
@@ -170,7 +172,8 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         if problem is None and self.is_pending:
             problem = "a transfer was begun and not finished"
         loading = "in_place" if self.reloader is None else "reload"
-        stand = {"run": self.replica.run, "version": version, "problem": problem, "loading": loading}
+        stand = {"run": self.replica.run, "head": self.replica.head, "version": version}
+        stand |= {"problem": problem, "loading": loading}
         return {**stand, **settings, **self.report}
 
     def sums(self) -> list[list[Any]]:

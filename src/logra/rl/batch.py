@@ -132,6 +132,23 @@ class TrainBatch:
             terminated=self.terminated[rows],
         )
 
+    def rows(self, indices: Sequence[int]) -> TrainBatch:
+        """The rows `indices` with all columns, so that parts of a batch have one length."""
+        rows = torch.as_tensor(indices, dtype=torch.long, device=self.prompt_ids.device)
+        return TrainBatch(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def without(self, indices: Sequence[int]) -> TrainBatch:
+        """The same with some rows dropped from the loss, weights of the others as they are: padding of a rank's share."""
+        if not indices:
+            return self
+        rows = torch.as_tensor(indices, dtype=torch.long, device=self.prompt_ids.device)
+        return replace(
+            self,
+            dropped=self.dropped.index_fill(0, rows, True),
+            weights=self.weights.index_fill(0, rows, 0.0),
+            advantages=self.advantages.index_fill(0, rows, 0.0),
+        )
+
     def microbatches(self, size: int) -> Iterator[TrainBatch]:
         """Slices of `size` rows (the last may be smaller), in order."""
         if size < 1:

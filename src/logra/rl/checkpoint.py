@@ -40,7 +40,16 @@ from logra.files import (
 )
 from logra.rl.rng import restore_rng, rng_state
 
-__all__ = ["Checkpoint", "CheckpointStore", "is_whole", "load_checkpoint", "restore_rng", "rng_state"]
+__all__ = [
+    "STAGED",
+    "Checkpoint",
+    "CheckpointStore",
+    "is_whole",
+    "load_checkpoint",
+    "move_files",
+    "restore_rng",
+    "rng_state",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +58,7 @@ MANIFEST = "manifest.json"
 TENSORS = "state.safetensors"
 STATE = "state.json"
 MODEL = "model"
+STAGED = ".model"  # a sharded model on its way into a checkpoint
 
 _NAME = re.compile(r"step_(\d+)(?:\.(old|tmp|del)-[0-9a-f]+)?")
 
@@ -204,6 +214,13 @@ class CheckpointStore:
             f"need {needed:,} bytes, {free:,} are free there. Free some space, keep fewer checkpoints or use "
             f"another output_dir. Earlier checkpoints are untouched."
         )
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Everything in one folder into another of the same file system; the first goes."""
+    for path in source.iterdir():
+        os.rename(path, target / path.name)
+    source.rmdir()
 
 
 def is_whole(path: Path) -> bool:

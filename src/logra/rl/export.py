@@ -118,12 +118,12 @@ def _values(
     values = {}
     for names in tied.values():
         value = next((given[name] for name in names if name in given), source[names[0]]).detach()
-        value = _cast(value, dtype) if dtype is not None and value.is_floating_point() else value
+        value = cast_weight(value, dtype) if dtype is not None and value.is_floating_point() else value
         values.update(dict.fromkeys(names, value))
     return base, values
 
 
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_weight(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Float32 to bfloat16 as split weights round, so that an export is what a split trainer or engine computes with."""
     is_split = dtype == torch.bfloat16 and value.dtype == torch.float32
     return split(value)[0] if is_split else value.to(dtype)
@@ -160,7 +160,7 @@ def _write(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     write_file(folder / "README.md", card.encode())
-    _set_dtype(folder / "config.json", _widest(values))
+    set_dtype(folder / "config.json", _widest(values))
     copy_mode(folder, folder / "README.md")
     fsync_tree(folder)
 
@@ -176,7 +176,7 @@ def _exported_config(model: PreTrainedModel, tied: bool | None) -> Iterator[None
     model.config = copy.deepcopy(config)
     if tied is not None:
         model.config.tie_word_embeddings = tied
-    model.generation_config = _valid_generation(generation)
+    model.generation_config = valid_generation(generation)
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def has_tied_embeddings(model: PreTrainedModel, values: Mapping[str, Tensor]) ->
     return values[f"{names[id(embedding)]}.weight"] is values[f"{names[id(head)]}.weight"]
 
 
-def _valid_generation(generation: GenerationConfig) -> GenerationConfig:
+def valid_generation(generation: GenerationConfig) -> GenerationConfig:
     """A copy that may be saved: base models ship a temperature without do_sample, which transformers refuses
     to save.
     """
@@ -210,7 +210,7 @@ def _widest(values: Mapping[str, Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+def set_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     write_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from logra.errors import CheckpointError, UpdateError, UpdateOrderError, UserError
 from logra.files import remove_tree, temporary_sibling
 from logra.rl.methods.logra import LograMethod
+from logra.rl.world import World
 from logra.sketch.block import Block, digest
 from logra.sketch.targets import clean_name
 from logra.sketch.update import Update
@@ -113,22 +115,38 @@ def _unreadable(journal: Journal, start: int, stop: int) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What a journal must know of a policy: digests of what moves and of what never does; (name, rows, columns) of the former."""
+
+    digest: str
+    frozen: str
+    table: list[tuple[str, int, int]]
+
+    @staticmethod
+    def of(method: LograMethod) -> Policy:
+        """Where weights are sharded, a collective call."""
+        blocks = method.blocks()
+        table = [(name, *block.shape) for name, block in blocks.items()]
+        return Policy(method.digest(), frozen_digest(method.model, blocks), table)
+
+
 def open_journal(
     folder: Path,
-    method: LograMethod,
+    policy: Policy,
     *,
     version: int,
     step: int,
     model: Mapping[str, Any],
     tail: TailState | None = None,
 ) -> Journal:
-    """The run's journal for writing, made if there is none. The method's weights and bases are those of `version`, after `step`.
+    """The run's journal for writing, made if there is none. The policy is that of `version`, after `step`.
 
-    model: name_or_path and revision; the digest of what never moves is added. tail: where the run goes on from, if the journal
+    A new one that begins at a later version has no anchor yet, which it needs: the base model does not lead there. model:
+    name_or_path and revision; the digest of what never moves is added. tail: where the run goes on from, if the journal
     is to lead beyond `version`. Raises `UpdateError` if the journal began with other weights, moving or frozen. One that is
     unreadable, or does not reach `version`, is moved aside (a checkpoint has the weights then) and a new one begins there.
     """
-    frozen = frozen_digest(method.model, method.blocks())
     if folder.is_dir() and any(folder.iterdir()):
         try:
             journal = Journal.open(folder, write=True)
@@ -140,32 +158,24 @@ def open_journal(
             _move_aside(folder, version, str(error))
         else:
             is_unused = tail is None and journal.next == journal.info().origin and journal.read_state()[0] is None
-            if is_unused and not _is_that_of(journal, method, version, frozen):
+            if is_unused and not _is_that_of(journal, policy, version):
                 journal.close()
                 remove_tree(folder)  # of a start that made no update, perhaps of another model
             else:
-                reason = _why_anew(journal, method, version, frozen, model, tail)
+                reason = _why_anew(journal, policy, version, model, tail)
                 if not reason:
                     return journal
                 journal.close()
                 _move_aside(folder, version, reason)
-    return _create(folder, method, version, step, {**model, "frozen": frozen})
-
-
-def _create(folder: Path, method: LograMethod, version: int, step: int, model: Mapping[str, Any]) -> Journal:
-    blocks = method.blocks()
-    journal = Journal.create(
+    return Journal.create(
         folder,
         run=secrets.token_hex(16),
-        base=method.digest(),
-        targets=[[name, *block.shape] for name, block in blocks.items()],
-        model=model,
+        base=policy.digest,
+        targets=[list(row) for row in policy.table],
+        model={**model, "frozen": policy.frozen},
         origin=version,
         origin_step=step,
     )
-    if version:  # the base model does not lead here: the journal begins with these weights
-        journal.write_anchor(version, blocks, journal.info().base)
-    return journal
 
 
 def _move_aside(folder: Path, version: int, why: str) -> None:
@@ -174,25 +184,23 @@ def _move_aside(folder: Path, version: int, why: str) -> None:
     logger.warning("%s. A new journal begins at version %d; the old one is now %s", why, version, aside)
 
 
-def _is_that_of(journal: Journal, method: LograMethod, version: int, frozen: str) -> bool:
+def _is_that_of(journal: Journal, policy: Policy, version: int) -> bool:
     """Whether a journal without updates is of these very weights and targets."""
     info = journal.info()
-    table = [(name, *block.shape) for name, block in method.blocks().items()]
-    same = info.origin == version and info.base == method.digest() and info.model.get("frozen") == frozen
-    return same and sorted(info.targets) == sorted(table)
+    same = info.origin == version and info.base == policy.digest and info.model.get("frozen") == policy.frozen
+    return same and sorted(info.targets) == sorted(policy.table)
 
 
 def _why_anew(
     journal: Journal,
-    method: LograMethod,
+    policy: Policy,
     version: int,
-    frozen: str,
     model: Mapping[str, Any],
     tail: TailState | None,
 ) -> str:
     """Why the journal cannot be continued from `version`; empty if it can. Closes it and raises if the base model changed."""
     info = journal.info()
-    if info.model.get("frozen") != frozen or (version == info.origin and method.digest() != info.base):
+    if info.model.get("frozen") != policy.frozen or (version == info.origin and policy.digest != info.base):
         journal.close()
         raise UpdateError(
             f"the weights of {model.get('name_or_path')} are not those that {journal.folder} began with: the base model has "
@@ -242,60 +250,107 @@ def replay(journal: Journal, method: LograMethod, version: int, tail: TailState)
 
 
 class History:
-    """The trainer's recorder. See `logra.rl.trainer.Recorder`.
+    """The trainer's recorder, see `logra.rl.trainer.Recorder`. Over several ranks each has one, and all call it alike.
 
-    digest_every: Updates between digests in the packets (0: none); those of last_step have one too. anchor_every, keep_anchors:
-    Updates between anchors, and how many are kept, older history being dropped (0: no anchors; None: all kept).
+    journal: None on every rank but the first. digest_every: Updates between digests in the packets (0: none); those of last_step
+    have one too. anchor_every, keep_anchors: Updates between anchors, and how many are kept, older history being dropped (0: no
+    anchors; None: all kept).
     """
 
     def __init__(
         self,
-        journal: Journal,
+        journal: Journal | None,
         method: LograMethod,
         *,
         digest_every: int = 10,
         anchor_every: int = 0,
         keep_anchors: int | None = None,
         last_step: int = 0,
+        world: World | None = None,
     ):
-        self.journal, self.method, self.last_step = journal, method, last_step
+        self._journal, self.method, self.last_step = journal, method, last_step
         self.digest_every, self.anchor_every, self.keep_anchors = digest_every, anchor_every, keep_anchors
-        self.publisher = Publisher(journal, tolerant=True)
+        self.world = world or World()
+        self.publisher = None if journal is None else Publisher(journal, tolerant=True)
+
+    @property
+    def journal(self) -> Journal:
+        """On the first rank."""
+        assert self._journal is not None
+        return self._journal
+
+    def begin(self) -> None:
+        """Write the anchor that a new journal begins with where the base model does not lead."""
+        self._anchor_if(lambda: self.journal.info().origin == self.journal.next and self._lacks_start())
+
+    def _lacks_start(self) -> bool:
+        return self.journal.info().origin > 0 and not self.journal.anchors
 
     def go_back(self, version: int, *, served: bool) -> None:
         """Drop what lies beyond `version`, which the run now does again. served: then leave an anchor, where there is none, from
         which subscribers that were further on can start again."""
-        was_beyond = self.journal.next > version
-        self.journal.truncate(version)
-        if served and was_beyond and not self.journal.anchors:
-            self.journal.write_anchor(version, self.method.blocks(), self.method.digest())
+
+        def drop() -> bool:
+            was_beyond = self.journal.next > version
+            self.journal.truncate(version)
+            return served and was_beyond and not self.journal.anchors
+
+        self._anchor_if(drop)
+
+    def _anchor_if(self, is_wanted: Callable[[], bool]) -> None:
+        """Write an anchor of the version in place, if the first rank finds that one is wanted."""
+        if self.world.share(is_wanted):
+            digest, blocks = self.method.digest(), self.method.whole_blocks()
+            self.world.share(lambda: self._write_anchor(self.method.num_updates, blocks, digest))
+
+    def _write_anchor(self, version: int, blocks: Mapping[str, Block], digest: str) -> None:
+        self.journal.write_anchor(version, blocks, digest)
 
     def start(self, subscribers: int, timeout_s: float) -> None:
         """Wait until that many subscribers have acknowledged the version the trainer starts from."""
-        if self.journal.next != self.journal.info().origin:  # there the publisher knows it: it is the base digest
-            self.publisher.know(self.journal.next, self.method.digest())
-        if subscribers:
-            self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
+        digest = self.method.digest()
+
+        def wait() -> None:
+            assert self.publisher is not None
+            if self.journal.next != self.journal.info().origin:  # there the publisher knows it: it is the base digest
+                self.publisher.know(self.journal.next, digest)
+            if subscribers:
+                self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
+
+        self.world.share(wait)
 
     def finish(self, timeout_s: float) -> None:
         """Let subscribers reach the last version before the server goes; says who has not."""
+        if self.publisher is None:
+            return
         late = self.publisher.drain(timeout_s)
         if late:
             logger.warning("the run is over, and not at its last version: %s", ", ".join(late))
 
-    def record(self, update: Update, step: int) -> Packet:
+    def record(self, update: Update, step: int) -> Packet | None:
+        """None on every rank but the first, which alone sends it on."""
         version = update.index + 1
         is_anchor = self.anchor_every > 0 and version % self.anchor_every == 0
         is_digest = self.digest_every > 0 and (version % self.digest_every == 0 or step == self.last_step)
         digest = self.method.digest() if is_anchor or is_digest else None
-        packet = self.publisher.publish(update, step, digest)
-        if is_anchor and digest is not None:
-            self.journal.write_anchor(version, self.method.blocks(), digest)
-        return packet
+        blocks = self.method.whole_blocks() if is_anchor else None
+        sent: list[Packet] = []
+
+        def write() -> None:
+            assert self.publisher is not None
+            sent.append(self.publisher.publish(update, step, digest))
+            if blocks is not None and digest is not None:
+                self._write_anchor(version, blocks, digest)
+
+        self.world.share(write)
+        return sent[0] if sent else None
 
     def finish_step(self, step: int, num_updates: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.journal.write_state(step, num_updates, tensors, state)
-        self._drop_old()
+        def write() -> None:
+            self.journal.write_state(step, num_updates, tensors, state)
+            self._drop_old()
+
+        self.world.share(write)
 
     def _drop_old(self) -> None:
         """Only now: until the new state was written, a killed run would have gone on from before the anchor."""

@@ -46,13 +46,7 @@ def load_model(
         if arch not in ("llama", "gpt2"):
             raise ModelError(f"no built-in model {name!r}: use builtin:tiny-llama or builtin:tiny-gpt2")
         return tiny_model(arch, seed=seed, spread=0.1).to(pick_device(device)), char_tokenizer()  # type: ignore[arg-type]
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
-    path = str(Path(name).expanduser()) if looks_local else name
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"no model in {name}: there is no config.json (for the demo model run `make model`)")
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
+    path, options, hint = _whereabouts(name, revision)
     with _named_failure(f"cannot load the model {name!r}", hint):
         dtype: Any = "auto" if keep_bfloat16 else torch.float32
         model = AutoModelForCausalLM.from_pretrained(
@@ -60,10 +54,39 @@ def load_model(
         )
         if model.dtype != torch.bfloat16:
             model.float()
-    with _named_failure(f"cannot load the tokenizer of {name!r}", hint):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     check_finite(model, name)
-    return model.to(pick_device(device)), tokenizer
+    return model.to(pick_device(device)), load_tokenizer(name, revision)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that is not built in."""
+    path, options, hint = _whereabouts(name, revision)
+    with _named_failure(f"cannot load the tokenizer of {name!r}", hint):
+        return AutoTokenizer.from_pretrained(path, **options)
+
+
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """The folder of a model's files, fetched from the hub if it is not a local one."""
+    path, options, hint = _whereabouts(name, revision)
+    if Path(path).is_dir():
+        return Path(path)
+    import huggingface_hub
+
+    with _named_failure(f"cannot fetch the model {name!r}", hint):
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns, **options))
+
+
+def _whereabouts(name: str, revision: str | None) -> tuple[str, dict[str, Any], str]:
+    """(folder or hub name, options for transformers, a hint for errors)."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+    path = str(Path(name).expanduser()) if looks_local else name
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"no model in {name}: there is no config.json (for the demo model run `make model`)")
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    hint = "" if looks_local else " (for the demo model run `make model`; offline, give a local folder)"
+    return path, options, hint
 
 
 @contextlib.contextmanager

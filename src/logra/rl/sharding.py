@@ -20,8 +20,11 @@ from torch.distributed.fsdp import (
 
 from logra.errors import ModelError
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, *, gather_dtype: torch.dtype | None = None, offload: bool = False) -> None:
-    """Shard in place: each repeated layer is gathered for its own passes, what is left (embedding, last norm, head) with the model.
+
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, *, gather_dtype: torch.dtype | None = None, offload: bool = False
+) -> None:
+    """Shard in place: each repeated layer is gathered for its own passes, the rest (embedding, last norm, head) with the model.
 
     mesh: one dimension that shards, or two: (replicate, shard). gather_dtype: in which parameters travel and compute; None: their
     own. offload: shards live in host memory. Gradients are summed over ranks, not averaged: losses have one global denominator.

@@ -5,31 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from logra.errors import CheckpointError, MismatchError, RewardError
+from logra.errors import CheckpointError, ConfigError, MismatchError, RewardError
 from logra.memory.gauge import GRADIENT, ROLLOUT, UPDATE, StepGauge
 from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages, find_advantage
 from logra.rl.batch import TrainBatch, collate
-from logra.rl.checkpoint import CheckpointStore, restore_rng, rng_state
-from logra.rl.engines.base import Engine, check_training_sampling
+from logra.rl.checkpoint import STAGED, CheckpointStore, move_files, restore_rng, rng_state
+from logra.rl.engines.base import Engine, MeasuredEngine, check_training_sampling
 from logra.rl.evaluate import EvalResult
 from logra.rl.methods.base import Method, StepResult, Writer, below, held_weights
-from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
+from logra.rl.rollouts import Batch, OnPolicy, OnUpdate, Order, Source, check_versions, make_source
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
 from logra.rl.sampler import PromptSampler
+from logra.rl.shared import SharedEngine, SharedSource
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.rl.types import Prompt, Rollout, Sampling
+from logra.rl.world import World, deal
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of a run. One step: `prompts_per_step * rollouts_per_prompt` rollouts, `updates_per_step` updates."""
+    """The numbers of a run. One step: `prompts_per_step * rollouts_per_prompt` rollouts, `updates_per_step` updates.
+
+    ahead, on_update: see `logra.rl.rollouts`.
+    """
 
     steps: int
     prompts_per_step: int
@@ -49,6 +55,8 @@ class Plan:
     eval_before: bool = True
     eval_after: bool = True
     checkpoint_every: int = 0
+    ahead: int = 0
+    on_update: OnUpdate = "finish"
 
 
 class Listener(Protocol):
@@ -57,6 +65,12 @@ class Listener(Protocol):
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def on_eval(self, step: int, result: EvalResult) -> None: ...
+
+
+class Scorer(Protocol):
+    """Scores rollouts: `logra.rl.rewards.pool.RewardPool`."""
+
+    def score_rollouts(self, rollouts: Sequence[Rollout]) -> RewardResult: ...
 
 
 class Recorder(Protocol):
@@ -82,9 +96,9 @@ class Trainer:
         engine: Engine,
         prompts: Sequence[Prompt],
         sampler: PromptSampler,
-        rewards: RewardPool,
+        rewards: Scorer,
         pad_id: int,
-        metrics: MetricsWriter,
+        metrics: MetricsWriter | None,
         completions: CompletionsWriter | None = None,
         evaluator: Callable[[], EvalResult] | None = None,
         checkpoints: CheckpointStore | None = None,
@@ -94,10 +108,13 @@ class Trainer:
         listeners: Sequence[Listener] = (),
         identity: Mapping[str, Any] | None = None,
         gauge: StepGauge | None = None,
+        world: World | None = None,
     ):
         check_training_sampling(plan.sampling)
         find_advantage(plan.advantage, dict(plan.advantage_params))
         self.plan, self.method, self.engine = plan, method, engine
+        self.world = world or World()
+        _check_ranks(plan, self.world)
         self.prompts, self.sampler, self.rewards, self.pad_id = prompts, sampler, rewards, pad_id
         self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
         self.checkpoints, self.write_model, self.reference = checkpoints, write_model, reference
@@ -112,20 +129,29 @@ class Trainer:
         self.step = 0  # finished steps
         self.num_skipped = 0
         self.num_tokens = 0
+        self.source: Source | None = None  # while `fit` runs
+        self.staleness = [0]  # of the step's rollouts: updates between the policy that sampled and the trained one
 
     # -- the algorithm ------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run from the current step to the last. A killed run, resumed, continues bit for bit."""
+        """Run from the current step to the last. A killed run, resumed, continues bit for bit (strictly on-policy ones)."""
+        self.source = self._make_source()
+        try:
+            self._fit()
+        finally:
+            self.source.close()
+            self.source = None
+
+    def _fit(self) -> None:
         self.engine.publish(self.method.num_updates, None)
         if self.step == 0 and self.plan.eval_before:
             self.evaluate()
         while self.step < self.plan.steps:
             started = time.perf_counter()
             self.gauge.begin(self.step + 1)
-            prompts = [self.prompts[i] for i in self.sampler.next_batch()]
-            rollouts = self.rollout(prompts)
-            rollout_s = time.perf_counter() - started
+            taken = self.take()
+            rollouts, wait_s = taken.rollouts, time.perf_counter() - started
             scores = self.rewards.score_rollouts(rollouts)
             advantages = self.advantages(rollouts, scores)
             with self.gauge.watch():
@@ -134,7 +160,10 @@ class Trainer:
                 del batch
             self.commit(scores, metrics)
             self.step += 1
-            metrics |= {"step_time": time.perf_counter() - started, "time/rollout": rollout_s}
+            self._source().finish(self.step)
+            metrics |= {
+                "step_time": time.perf_counter() - started, "time/rollout": taken.seconds, "time/rollout_wait": wait_s,
+            }  # fmt: skip
             self.log(rollouts, scores, advantages, metrics)
             is_last = self.step == self.plan.steps
             if (is_last and self.plan.eval_after) or (self.plan.eval_every and self.step % self.plan.eval_every == 0):
@@ -144,21 +173,41 @@ class Trainer:
             if self.recorder is not None:
                 self.recorder.finish_step(self.step, self.method.num_updates, *self._state())
 
-    def rollout(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Sample; random numbers are keyed by the step, the prompt and the rollout's index.
+    def take(self) -> Batch:
+        """The rollouts of the next step.
 
-        Raises `MismatchError` if the engine sampled from another version than the trainer's.
+        Raises `MismatchError` if one was sampled by a version of the policy that is none of the last ones.
         """
-        sampling = replace(self.plan.sampling, step=self.step)
         with self.gauge.phase(ROLLOUT):
-            rollouts = self.engine.generate(prompts, self.plan.rollouts_per_prompt, sampling)
-        strange = sorted({r.version for r in rollouts} - {self.method.num_updates})
-        if strange:
-            raise MismatchError(
-                f"step {self.step + 1}: the rollout engine sampled from version {strange[0]} of the policy, the trainer is at "
-                f"{self.method.num_updates}: an update was lost or applied twice; restart the engine and resume the run"
-            )
+            batch = self._source().take(self.step)
+        newest = self.method.num_updates
+        oldest = newest - self.plan.ahead * self.plan.updates_per_step
+        check_versions(batch.rollouts, self.step + 1, oldest=oldest, newest=newest)
+        self.staleness = [newest - rollout.version for rollout in batch.rollouts]
+        return batch
+
+    def rollout(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """Sample now, from the newest policy, outside `fit`."""
+        with self.gauge.phase(ROLLOUT):
+            rollouts = self._order().generate(prompts, self.step)
+        check_versions(rollouts, self.step + 1, oldest=self.method.num_updates, newest=self.method.num_updates)
         return rollouts
+
+    def _order(self) -> Order:
+        return Order(self.engine, self.sampler, self.prompts, self.plan.rollouts_per_prompt, self.plan.sampling)
+
+    def _make_source(self) -> Source:
+        plan, order = self.plan, self._order()
+        make = partial(make_source, ahead=plan.ahead, on_update=plan.on_update, first=self.step, last=plan.steps)
+        if plan.ahead == 0 or not isinstance(self.engine, SharedEngine):
+            return make(order)
+        shared, made = self.engine, list[Source]()  # the first rank has the thread that owns the engine
+        self.world.share(lambda: made.append(make(replace(order, engine=shared.own))))
+        return SharedSource(self.world, made[0] if made else None)
+
+    def _source(self) -> Source:
+        """The source of rollouts; outside `fit` one that has nothing in flight."""
+        return self.source or OnPolicy(self._order())
 
     def advantages(self, rollouts: Sequence[Rollout], scores: RewardResult) -> AdvantageResult:
         rewards = _as_tensor(scores.total)
@@ -192,40 +241,63 @@ class Trainer:
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer updates of one batch of rollouts; counts those skipped because nothing could be learned."""
         plan, count = self.plan, self.plan.updates_per_step
-        old = reference = None
+        parts = [self._part(batch, index) for index in range(count)]
+        own = [self._own(part) for part in parts]
+        old: list[Tensor | None] = [None] * count
+        reference = list(old)
         with self.gauge.phase(GRADIENT):
             if count > 1:
-                old = logprobs_of(self.method.model, batch, plan.microbatch_size, plan.loss)
+                old = [logprobs_of(self.method.model, part, plan.microbatch_size, plan.loss) for part in own]
             if self.reference is not None:
-                reference = logprobs_of(self.reference, batch, plan.microbatch_size, plan.loss)
+                reference = [logprobs_of(self.reference, part, plan.microbatch_size, plan.loss) for part in own]
         tally, metrics, applied = Tally(), {}, 0
-        for index in range(count):
-            rows = range(index * len(batch) // count, (index + 1) * len(batch) // count)
-            part = batch.slice(rows)
-            if count > 1:
-                part = self._weighted(part, part.advantages, part.dropped)
+        for index, part in enumerate(parts):
             if not part.has_signal and self.reference is None:
                 continue
-            result = self._update_once(part, _rows(old, rows), _rows(reference, rows), tally)
+            result = self._update_once(part, own[index], old[index], reference[index], tally)
             metrics |= result.metrics
             applied += result.applied
         self.num_skipped += count - applied
         self.num_tokens += int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum())
         return metrics | _means(tally) | {"updates": applied}
 
-    def _update_once(self, part: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally) -> StepResult:
+    def _part(self, batch: TrainBatch, index: int) -> TrainBatch:
+        """The rollouts of one of a step's updates, with their own denominator."""
+        count = self.plan.updates_per_step
+        if count == 1:
+            return batch
+        part = batch.slice(range(index * len(batch) // count, (index + 1) * len(batch) // count))
+        return self._weighted(part, part.advantages, part.dropped)
+
+    def _own(self, part: TrainBatch) -> TrainBatch:
+        """The rows that this rank computes, as many on every rank: passes through sharded layers are collective. All of a rank
+        alone, in order."""
+        if self.world.size == 1:
+            return part
+        lengths = (part.prompt_mask.sum(1) + part.completion_mask.sum(1)).tolist()
+        rows = deal(lengths, self.world.size)[self.world.rank]
+        missing = -(-len(part) // self.world.size) - len(rows)
+        shortest = min(range(len(part)), key=lengths.__getitem__)
+        return part.slice([*rows, *[shortest] * missing]).without(range(len(rows), len(rows) + missing))
+
+    def _update_once(
+        self, part: TrainBatch, mine: TrainBatch, old: Tensor | None, reference: Tensor | None, tally: Tally
+    ) -> StepResult:
         plan, method, own = self.plan, self.method, Tally()
         tally_is_continued = bool(tally.sums)  # a later update of the same rollouts: the policy has moved on purpose
         method.zero()
         with self.gauge.phase(GRADIENT):
             accumulate(
-                method.model, part, plan.microbatch_size, plan.loss, old_logp=old, reference_logp=reference, tally=own
+                method.model, mine, plan.microbatch_size, plan.loss, old_logp=old, reference_logp=reference, tally=own
             )
+        self.world.add(own)
         _merge(own, tally)
         if not tally_is_continued:
             self._check_mismatch(own)
         gap = _terminated_gap(own)
-        if gap is not None:
+        if gap is not None and not any(
+            self.staleness
+        ):  # else the gap holds the steps that were taken since, on purpose
             method.observe_mismatch(gap)
         with self.gauge.phase(UPDATE):
             result = method.step(lambda: self.probe(part), plan.loss.temperature)
@@ -233,13 +305,16 @@ class Trainer:
             message = result.message
             if self.recorder is not None and message is not None:
                 message = self.recorder.record(message, self.step + 1)
-            self.engine.publish(method.num_updates, message)
+            self._source().publish(method.num_updates, message)
         return result
 
     def _check_mismatch(self, tally: Tally) -> None:
-        """Stop before a step is taken on rollouts that another policy, or a broken one, must have sampled."""
+        """Stop before a step is taken on rollouts that another policy, or a broken one, must have sampled.
+
+        Only rollouts of the newest version tell: log-probs of an older one differ by the steps taken since, on purpose.
+        """
         gap, limit = tally.mean("gap_abs", "tokens"), self.plan.mismatch_limit
-        if limit is not None and gap > limit:
+        if limit is not None and gap > limit and not any(self.staleness):
             raise MismatchError(
                 f"step {self.step + 1}: the log-probs of rollout engine and trainer differ by {gap:.3g} nats a token, above "
                 f"rollout.mismatch_limit={limit:g}; nothing was applied. The engine may hold other weights, another dtype or "
@@ -253,6 +328,8 @@ class Trainer:
         lengths = batch.lengths.tolist()
         rows = [row for row in order if lengths[row] > 0][: self.plan.probe_rollouts]
         part = batch.probe(rows, self.plan.probe_max_tokens)
+        if len(part) % self.world.size == 0:  # else every rank computes all: as many passes on each
+            part = part.rows(range(self.world.rank, len(part), self.world.size))
         completion = torch.cat([torch.zeros_like(part.prompt_mask), part.completion_mask], dim=1)
         return {
             "input_ids": part.input_ids,
@@ -268,8 +345,10 @@ class Trainer:
     def evaluate(self) -> EvalResult | None:
         if self.evaluator is None:
             return None
-        result = self.evaluator()
-        self.metrics.write({"step": self.step, **result.metrics()})
+        with self._source().exclusive():
+            result = self.evaluator()
+        if self.metrics is not None:
+            self.metrics.write({"step": self.step, **result.metrics()})
         for listener in self.listeners:
             listener.on_eval(self.step, result)
         return result
@@ -283,6 +362,8 @@ class Trainer:
         advantages: AdvantageResult,
         metrics: Mapping[str, float],
     ) -> None:
+        if self.metrics is None:  # another rank writes
+            return
         rewards = _as_tensor(scores.total)
         rewards = rewards[~rewards.isnan()]
         record: dict[str, Any] = {
@@ -293,11 +374,14 @@ class Trainer:
             "dropped": advantages.num_dropped,
             **scores.metrics(),
             **_completion_metrics(rollouts),
+            "staleness/mean": sum(self.staleness) / len(self.staleness),
+            "staleness/max": max(self.staleness),
             **metrics,
             "skipped_steps": self.num_skipped,
             "num_updates": self.method.num_updates,
             "num_tokens": self.num_tokens,
             **self.gauge.metrics(),
+            **(self.engine.metrics() if isinstance(self.engine, MeasuredEngine) else {}),
         }
         self.metrics.write(record)
         if self.completions is not None:
@@ -312,8 +396,15 @@ class Trainer:
         """A checkpoint with all that a bit-identical continuation needs."""
         if self.checkpoints is None:
             return None
+        store = self.checkpoints
         tensors, state = self._state()
-        return self.checkpoints.save(self.step, tensors=tensors, state=state, write_model=self.export)
+        if self.world.size == 1:
+            return store.save(self.step, tensors=tensors, state=state, write_model=self.export)
+        staged = store.folder / STAGED  # every rank writes; the first then makes a checkpoint of it
+        self.export(staged)
+        return self.world.share(
+            lambda: store.save(self.step, tensors=tensors, state=state, write_model=lambda to: move_files(staged, to))
+        )
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything but the weights that a bit-identical continuation needs."""
@@ -324,7 +415,7 @@ class Trainer:
             "num_skipped": self.num_skipped,
             "num_tokens": self.num_tokens,
             "method": method_state,
-            "sampler": self.sampler.state_dict(),
+            "sampler": self._source().state(),
             "baseline": self.baseline.state_dict() if self.baseline else None,
             "rng": rng_values,
             "identity": self.identity,
@@ -352,8 +443,14 @@ class Trainer:
         restore_rng(tensors, state["rng"])
 
 
-def _rows(values: Tensor | None, rows: range) -> Tensor | None:
-    return None if values is None else values[rows.start : rows.stop]
+def _check_ranks(plan: Plan, world: World) -> None:
+    """Raise `ConfigError` where some rank would have nothing to do."""
+    count = plan.prompts_per_step * plan.rollouts_per_prompt // plan.updates_per_step
+    if count < world.size:
+        raise ConfigError(
+            f"an update has {count} rollouts, fewer than the {world.size} ranks: raise rollout.prompts_per_step or "
+            "rollout.rollouts_per_prompt, or start fewer ranks"
+        )
 
 
 def _as_tensor(rewards: Sequence[float | None]) -> Tensor:

@@ -56,7 +56,9 @@ class Ranks(World):
     def __init__(self, device: torch.device, replicas: int = 1, timeout_s: float = 1800.0) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if self.size % replicas:
-            raise ConfigError(f"{self.size} ranks do not divide into distributed.replicas={replicas} groups of equal size")
+            raise ConfigError(
+                f"{self.size} ranks do not divide into distributed.replicas={replicas} groups of equal size"
+            )
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -65,10 +67,13 @@ class Ranks(World):
         if self._opened:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-        self._objects = dist.new_group(backend="gloo", timeout=timeout)  # on the host: no device is busy while rollouts are awaited
+        self.objects = dist.new_group(
+            backend="gloo", timeout=timeout
+        )  # on the host: no device is busy while rollouts are awaited
         shape = (self.size,) if replicas == 1 else (replicas, self.size // replicas)
         names = ("shard",) if replicas == 1 else ("replicate", "shard")
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.host_mesh = self.mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     def share(self, produce: Callable[[], T]) -> T:
         box: list[Any] = [None]
@@ -81,13 +86,14 @@ class Ranks(World):
         self._send(box)
         is_good, value = box[0]
         if not is_good:
+            value.is_shared = True  # the first rank reports it
             raise value
         return value
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         with _lost():
-            dist.all_gather_object(values, value, group=self._objects)
+            dist.all_gather_object(values, value, group=self.objects)
         return values
 
     def add(self, tally: Tally) -> None:
@@ -106,7 +112,7 @@ class Ranks(World):
 
     def _send(self, box: list[Any]) -> None:
         with _lost():
-            dist.broadcast_object_list(box, src=0, group=self._objects)
+            dist.broadcast_object_list(box, src=0, group=self.objects)
 
 
 class _lost:
@@ -120,10 +126,10 @@ class _lost:
             raise lost_rank(error) from error
 
 
-def lost_rank(error: BaseException) -> LostRankError:
+def lost_rank(error: BaseException | str) -> LostRankError:
     return LostRankError(
-        f"another rank of this run ended ({' '.join(str(error).split())[:200]}): its own log, above or below, says why. Start the run "
-        "again with --resume auto: it goes on after the last finished step"
+        f"another rank of this run ended ({' '.join(str(error).split())[:200]}): its own log, above or below, says why. "
+        "Start the run again with --resume auto: it goes on after the last finished step"
     )
 
 
@@ -131,7 +137,9 @@ def is_distributed_error(error: BaseException) -> bool:
     """Did a collective fail, most likely because a peer is gone?"""
     text = str(error).lower()
     words = ("connection closed by peer", "connection reset", "gloo", "nccl", "process group", "broken pipe")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in words))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in words)
+    )
 
 
 def _portable(error: Exception) -> Exception:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from logra.errors import MissingBasisError, UpdateError, WrongBaseError
 from logra.sketch import digest as digests
-from logra.sketch.shards import Shards, local, rows_here
+from logra.sketch.shards import Shards, local, rows_here, shards_of
 from logra.sketch.split import bind_again, check_bound, merge, split
 from logra.sketch.targets import clean_name, is_conv1d
 from logra.sketch.update import Factor, Update, apply_block
@@ -203,8 +203,8 @@ class Block:
 
 
 def matrix_view(module: nn.Module, parameter: Tensor) -> Tensor:
-    """A parameter as a two-dimensional (out, in) view that shares its memory; vectors are (n, 1). Of a sharded one, its rows here."""
-    data = local(parameter.detach())
+    """A parameter, or its rows on this rank, as a two-dimensional (out, in) view that shares its memory; vectors are (n, 1)."""
+    data = local(parameter).detach()
     if is_conv1d(module) and data.ndim == 2:
         return data.t()
     return data.view(data.shape[0] if data.ndim else 1, -1)
@@ -215,8 +215,14 @@ def block_of(name: str, module: nn.Module, parameter: Tensor, residual: Tensor |
     shape = (parameter.shape[0] if parameter.ndim else 1, parameter.shape[1:].numel())
     if is_conv1d(module) and parameter.ndim == 2:
         shape = (shape[1], shape[0])
-        return Block(name, matrix_view(module, parameter), residual, shape, column_start=rows_here(name, parameter).start)
+        return Block(
+            name, matrix_view(module, parameter), residual, shape, column_start=rows_here(name, parameter).start
+        )
     return Block(name, matrix_view(module, parameter), residual, shape, row_start=rows_here(name, parameter).start)
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 def blocks_of(
@@ -226,7 +232,7 @@ def blocks_of(
 
     residuals: int16 `lo` of the split ones, in the logical layout. Raises `WrongBaseError` naming what the model lacks.
     """
-    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    parameters = _parameters(model)
     modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     chosen = list(parameters if names is None else names)
     missing = [name for name in chosen if name not in parameters]
@@ -236,8 +242,7 @@ def blocks_of(
         )
     residuals = residuals or {}
     return {
-        name: block_of(name, modules[name.rpartition(".")[0]], parameters[name], residuals.get(name))
-        for name in chosen
+        name: block_of(name, modules[name.rpartition(".")[0]], parameters[name], residuals.get(name)) for name in chosen
     }
 
 
@@ -277,6 +282,9 @@ def digest(model: nn.Module, names: Iterable[str] | None = None) -> str:
     """Hex digest of a model's weights (all if `names` is None): equal digests mean equal weights to the last bit.
 
     A stale or drifted holder is detected by it, not hoped against. Weights that an attached sketcher holds split must be asked
-    through it (`Sketcher.digest`): the model alone has only their upper halves.
+    through it (`Sketcher.digest`): the model alone has only their upper halves. Of a sharded model it is a collective call.
     """
-    return digest_blocks(blocks_of(model, names))
+    blocks = blocks_of(model, names)
+    return digest_blocks(
+        blocks, shards_of({n: p for n, p in _parameters(model).items() if n in blocks}) if blocks else None
+    )

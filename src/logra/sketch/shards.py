@@ -24,7 +24,12 @@ _MASK64 = (1 << 64) - 1
 
 def local(tensor: Any) -> Tensor:
     """The part of a tensor that lies on this rank: its own memory. A plain tensor is all here."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with (
+        torch.no_grad()
+    ):  # the memory itself, whose in-place changes are counted; with gradients it would be a view of its own
+        return tensor.to_local()
 
 
 def sharding(name: str, parameter: Any) -> int | None:
@@ -80,15 +85,21 @@ class Shards:
         others = [i for i in range(mesh.ndim) if i != dim]
         self.replicas = mesh.get_group(others[0]) if others else None  # HSDP: copies of the shards
         if len(others) > 1:
-            raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: one that shards, one that replicates")
-        self.device = local(first).device
+            raise ConfigError(
+                f"a mesh of {mesh.ndim} dimensions is not supported: one that shards, one that replicates"
+            )
+        # where collectives and steps happen; shards themselves may lie in host memory (offload)
+        kind = mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self._counts: dict[str, int] = {}
         self.rows: dict[str, range] = {}
         self.here: dict[str, slice] = {}
         self.total = 0
         for name, parameter in parameters.items():
             if sharding(name, parameter) != dim or parameter.device_mesh != mesh:
-                raise ConfigError(f"{name} is not sharded as the other targets are: shard all over one mesh (fully_shard)")
+                raise ConfigError(
+                    f"{name} is not sharded as the other targets are: shard all over one mesh (fully_shard)"
+                )
             self._counts[name] = parameter.shape[0]
             self.rows[name] = rows_of(parameter.shape[0], self.ranks)[self.rank]
             self.here[name] = slice(self.total, self.total + len(self.rows[name]))
@@ -122,6 +133,7 @@ class Shards:
 
     def gather_rows(self, own: Tensor, count: int) -> Tensor:
         """One matrix or vector of `count` rows from what lies on the ranks."""
+        own = own.to(self.device)
         most = -(-count // self.ranks)
         padded = own.new_zeros(most, *own.shape[1:])
         padded[: len(own)] = own

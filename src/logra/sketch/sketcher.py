@@ -76,8 +76,8 @@ class Sketcher:
         self.update_index = 0
         self.names = [t.name for t in targets]
         self._by_name = {t.name: t for t in targets}
-        device = local(targets[0].weight).device
         self.shards = shards_of({t.name: t.weight for t in targets})
+        device = local(targets[0].weight).device if self.shards is None else self.shards.device
         self._rows: dict[str, slice] = {}
         start = 0
         for target in targets:
@@ -216,7 +216,7 @@ class Sketcher:
         return self._summed
 
     def _pieces(self) -> Iterable[slice]:
-        """All stacked rows here in order, about `_CHUNK` numbers at a time; where a target's rows depend on each other, by target."""
+        """All stacked rows here, about `_CHUNK` numbers at a time; where a target's rows depend on each other, by target."""
         if self.options["variant"] == "paper":
             return self._here.values()
         count, step = len(self._stepped_from), max(1, _CHUNK // self.rank)
@@ -260,7 +260,7 @@ class Sketcher:
 
     def weight_square(self) -> float:
         """sum ||W||^2 over all targets."""
-        own = optimizers.squares([local(t.weight.detach()) for t in self.targets])
+        own = optimizers.squares([local(t.weight).detach() for t in self.targets])
         return own if self.shards is None else self.shards.sums([own])[0]
 
     def _first_non_finite(self) -> str:
@@ -395,7 +395,7 @@ class Sketcher:
         result = {}
         for target in self.targets:
             if not self._residuals:
-                result[target.name] = local(target.weight.detach())
+                result[target.name] = local(target.weight).detach()
                 continue
             master = Block(target.name, target.matrix(), self._residuals[target.name]).master().cpu()
             result[target.name] = master.t() if target.transposed else master
@@ -467,14 +467,16 @@ class Sketcher:
             needed["sketches"] = self._sketches
         if any(key.startswith("residual.") for key in state):
             needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
-        is_whole = {key: own.new_empty(len(self._sketches), own.shape[1], device="meta") for key, own in self._moments.items()}
+        is_whole = {
+            key: own.new_empty(len(self._sketches), own.shape[1], device="meta") for key, own in self._moments.items()
+        }
         for key, own in {**needed, **is_whole}.items():
             fitting(state, key, own)
         self._bases.load(state)
         self._sketches.zero_()
         for key, own in needed.items():
-            is_moment = self.shards is not None and key in self._moments
-            own.copy_(self.shards.take(state[key]) if is_moment else state[key])
+            shards = self.shards if key in self._moments else None
+            own.copy_(state[key] if shards is None else shards.take(state[key]))
         if any(key.startswith("residual.") for key in needed):
             for target in self.targets:  # the upper halves come from the model's own state dict
                 bind(target.weight, self._residuals[target.name])
@@ -487,7 +489,9 @@ class Sketcher:
         if self._is_detached:
             return
         if self._residuals and self.shards is not None:
-            raise UpdateError("split weights that are sharded stay split: FSDP knows their type (export the model instead)")
+            raise UpdateError(
+                "split weights that are sharded stay split: FSDP knows their type (export the model instead)"
+            )
         if self._residuals:
             merge_targets(self.targets, self._residuals, self._dtypes)
         self._is_detached = True
@@ -576,7 +580,9 @@ def attach(
             f"rank {rank} exceeds the {narrow.in_features} inputs of {narrow.name}: use rank <= {narrow.in_features}"
         )
     if any(t.transposed and sharding(t.name, t.weight) is not None for t in chosen):
-        raise ModelError("Conv1D weights (GPT-2) are stored in x out: sharded, each rank would have inputs, not rows. Use one rank")
+        raise ModelError(
+            "Conv1D weights (GPT-2) are stored in x out: sharded, each rank would have inputs, not rows. Use one rank"
+        )
     if any(t.weight.device != chosen[0].weight.device for t in chosen):
         raise ModelError("targets lie on several devices: load the model on one")
     dtypes = {t.name: t.weight.dtype for t in chosen}

