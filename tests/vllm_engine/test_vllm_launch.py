@@ -12,9 +12,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from random_trainer import save
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from logra.sketch.block import blocks_of
+from logra.sync.journal import Journal
+from logra.sync.replay import bring_to
+from logra.sync.replica import Replica
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -40,7 +46,17 @@ def process_on(port: str) -> int:
     raise AssertionError(f"no server on port {port}")
 
 
-def test_a_server_that_is_killed_costs_no_step(tmp_path: Path) -> None:
+def replayed(model: Path, run: Path) -> None:
+    """Follow the journal from the base model; every packet's digest (digest_every=1) is compared on the way."""
+    follower = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with Journal.open(run / "journal") as journal:
+        info = journal.info()
+        replica = Replica(blocks_of(follower, [name for name, _, _ in info.targets]), run=info.run, base=info.base)
+        assert bring_to(journal, replica) == info.next == STEPS
+
+
+@pytest.mark.parametrize("extra", [[], ["--train-gpus", "2", "--rollout.async", "1"]], ids=["one rank", "two ranks ahead"])
+def test_a_server_that_is_killed_costs_no_step(tmp_path: Path, extra: list[str]) -> None:
     model, run, log = model_folder(tmp_path / "model"), tmp_path / "run", tmp_path / "launch.log"
     flags = {
         "output_dir": run, "model.name_or_path": model, "train.steps": STEPS, "eval": "null", "checkpoint.every": 0,
@@ -48,11 +64,11 @@ def test_a_server_that_is_killed_costs_no_step(tmp_path: Path) -> None:
         "rollout.vllm.options": "{block_size: 32}", "rollout.max_new_tokens": 24, "journal.digest_every": 1,
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "logra", "launch", str(ROOT / "recipes" / "tiny.yaml"), "--cpu", *words]
+    command = [sys.executable, "-m", "logra", "launch", str(ROOT / "recipes" / "tiny.yaml"), "--cpu", *extra, *words]
     with log.open("w") as output:
         launch = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"})
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("reward_std"):
             assert launch.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
@@ -69,6 +85,10 @@ def test_a_server_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "reward" in record]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
-    assert max(record["sampling/sampling_logp_difference/mean"] for record in steps) < 1e-4
+    fresh = [record for record in steps if not record["staleness/max"]]
+    assert max(record["sampling/sampling_logp_difference/mean"] for record in fresh) < 1e-4
+    staleness = [record["staleness/max"] for record in steps]
+    assert staleness == ([0, *[1] * (STEPS - 1)] if extra else [0] * STEPS)
+    replayed(model, run)
     trained = shlex.split(next(line for line in lines if "-m logra train" in line))
     assert f'["http://127.0.0.1:{port}"]' in trained and "VLLM_API_KEY=" not in log.read_text()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from logra.rl.engines.base import Engine, MeasuredEngine
+from logra.rl.engines.base import Engine, engine_metrics
 from logra.rl.rewards.pool import RewardPool
 from logra.rl.rewards.result import RewardResult
 from logra.rl.rollouts import Batch, Source
@@ -24,24 +24,22 @@ class SharedEngine:
 
     def __init__(self, world: World, engine: Engine | None) -> None:
         self.world, self.engine = world, engine
-        self.pad_token_id = self._ask(lambda engine: engine.pad_token_id)
-
-    @property
-    def version(self) -> int:
-        return self._ask(lambda engine: engine.version)
+        # known here without asking: whoever only looks at a property must not need the other ranks
+        self.pad_token_id, self.version = self._ask(lambda engine: (engine.pad_token_id, engine.version))
 
     def generate(self, prompts: Sequence[Prompt], num_rollouts: int, sampling: Sampling) -> list[Rollout]:
         return self._ask(lambda engine: engine.generate(prompts, num_rollouts, sampling))
 
     def publish(self, version: int, update: object | None) -> None:
         self._ask(lambda engine: engine.publish(version, update))
+        self.version = version
 
     def check_lengths(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
         self._ask(lambda engine: engine.check_lengths(prompts, max_new_tokens))
 
     def metrics(self) -> dict[str, float]:
         """Of the first rank's engine, if it has any; nothing elsewhere."""
-        return self.engine.metrics() if isinstance(self.engine, MeasuredEngine) else {}
+        return engine_metrics(self.engine)
 
     @property
     def own(self) -> Engine:

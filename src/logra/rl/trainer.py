@@ -17,7 +17,7 @@ from logra.memory.gauge import GRADIENT, ROLLOUT, UPDATE, StepGauge
 from logra.rl.advantages import AdvantageResult, RunningBaseline, compute_advantages, find_advantage
 from logra.rl.batch import TrainBatch, collate
 from logra.rl.checkpoint import STAGED, CheckpointStore, move_files, restore_rng, rng_state
-from logra.rl.engines.base import Engine, MeasuredEngine, check_training_sampling
+from logra.rl.engines.base import Engine, check_training_sampling, engine_metrics
 from logra.rl.evaluate import EvalResult
 from logra.rl.methods.base import Method, StepResult, Writer, below, held_weights
 from logra.rl.rewards.result import RewardResult
@@ -381,7 +381,7 @@ class Trainer:
             "num_updates": self.method.num_updates,
             "num_tokens": self.num_tokens,
             **self.gauge.metrics(),
-            **(self.engine.metrics() if isinstance(self.engine, MeasuredEngine) else {}),
+            **engine_metrics(self.engine),
         }
         self.metrics.write(record)
         if self.completions is not None:

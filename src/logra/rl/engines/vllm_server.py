@@ -283,7 +283,14 @@ class _Http:
         self.post("/resume")
 
     def call(self, method: str) -> list[Any]:
-        return self.post("/collective_rpc", {"method": method})["results"]
+        """Reads only, so it may be asked twice: after an error of its own (500) the server drops the connection it was sent on,
+        and the next request there is reset."""
+        try:
+            return self.post("/collective_rpc", {"method": method})["results"]
+        except UnavailableError as error:
+            if not isinstance(error.__cause__, self._httpx.ReadError | self._httpx.RemoteProtocolError):
+                raise
+            return self.post("/collective_rpc", {"method": method})["results"]
 
     def close(self) -> None:
         self._client.close()
