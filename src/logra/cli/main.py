@@ -239,8 +239,9 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _report(error: LograError, show_traceback: bool, code: int) -> int:
     if show_traceback:
         traceback.print_exception(error)
+    rank = os.environ.get("RANK", "0")
     if not getattr(error, "is_shared", False):  # else the first rank says it
-        print(f"logra: {error}", file=sys.stderr)
+        print(f"logra{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
     return code
 
 

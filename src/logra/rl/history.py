@@ -308,11 +308,13 @@ class History:
 
     def start(self, subscribers: int, timeout_s: float) -> None:
         """Wait until that many subscribers have acknowledged the version the trainer starts from."""
-        digest = self.method.digest()
+        # where the journal begins the publisher knows it: it is the base digest
+        is_known = self.world.share(lambda: self.journal.next == self.journal.info().origin)
+        digest = None if is_known else self.method.digest()
 
         def wait() -> None:
             assert self.publisher is not None
-            if self.journal.next != self.journal.info().origin:  # there the publisher knows it: it is the base digest
+            if digest is not None:
                 self.publisher.know(self.journal.next, digest)
             if subscribers:
                 self.publisher.wait_for(subscribers, self.journal.next, timeout_s)
