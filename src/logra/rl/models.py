@@ -54,8 +54,9 @@ def load_model(
         )
         if model.dtype != torch.bfloat16:
             model.float()
+    tokenizer = load_tokenizer(name, revision)
     check_finite(model, name)
-    return model.to(pick_device(device)), load_tokenizer(name, revision)
+    return model.to(pick_device(device)), tokenizer
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ from logra.sketch.aligned import Basis
 from logra.sketch.block import Block, apply_blocks, digest_blocks
 from logra.sketch.options import FIRST, SECOND, make_bases, moment_columns, resolve
 from logra.sketch.saved import fitting
-from logra.sketch.shards import local, sharding, shards_of
+from logra.sketch.shards import Shards, local, sharding, shards_of
 from logra.sketch.split import bind, check_splittable, merge_targets, split_targets
 from logra.sketch.targets import Skipped, Target, check_float32, select_targets
 from logra.sketch.update import Factor, Update
@@ -200,14 +200,27 @@ class Sketcher:
 
     def _stepped(self, norm: float) -> Tensor:
         """D of all targets stacked, some rows at a time: no other full-size tensor exists."""
-        direction = torch.zeros_like(self._stepped_from)
-        for rows in self._pieces():
-            direction[rows] = self._direction(rows, norm)
-        if self.shards is not None:
-            direction = self.shards.gather(direction)
-        if self.options["variant"] == "paper":
+        is_paper = self.options["variant"] == "paper"
+        if self.shards is not None and is_paper and SECOND in self._moments:
+            direction = self._stepped_together(self.shards, norm)
+        else:
+            direction = torch.zeros_like(self._stepped_from)
+            for rows in self._pieces():
+                direction[rows] = self._direction(*self._inputs(rows, norm))
+            direction = direction if self.shards is None else self.shards.gather(direction)
+        if is_paper:
             direction.mul_(self._global_factor(direction))
         return direction
+
+    def _stepped_together(self, shards: Shards, norm: float) -> Tensor:
+        """The same where a target's rows depend on each other and lie on several ranks: what D is made of is gathered first."""
+        means, roots = torch.zeros_like(self._stepped_from), torch.zeros_like(self._moments[SECOND])
+        for rows in self._pieces():
+            means[rows], roots[rows] = self._inputs(rows, norm)  # type: ignore[misc]
+        means, roots = shards.gather(means), shards.gather(roots)
+        for rows in self._rows.values():
+            means[rows] = self._direction(means[rows], roots[rows])
+        return means
 
     @property
     def _stepped_from(self) -> Tensor:
@@ -237,13 +250,17 @@ class Sketcher:
             return optimizers.row_second_moment(sketches, moment, step, options["beta2"])
         return optimizers.element_second_moment(sketches, moment, step, options["beta2"])
 
-    def _direction(self, rows: slice, norm: float) -> Tensor:
-        """D of some rows."""
-        sketches, eps = self._clipped(rows, norm), self.options["eps"]
+    def _inputs(self, rows: slice, norm: float) -> tuple[Tensor, Tensor | None]:
+        """What D of some rows is made of: the first moment (or S) and the second, corrected for their start."""
+        sketches = self._clipped(rows, norm)
         mean = self._advanced(FIRST, rows, sketches)[1] if FIRST in self._moments else sketches
-        if SECOND not in self._moments:
+        return mean, self._advanced(SECOND, rows, sketches)[1] if SECOND in self._moments else None
+
+    def _direction(self, mean: Tensor, corrected: Tensor | None) -> Tensor:
+        """D of some rows."""
+        eps = self.options["eps"]
+        if corrected is None:
             return mean
-        corrected = self._advanced(SECOND, rows, sketches)[1]
         if self.options["variant"] == "simplified":
             return optimizers.row_adam_direction(mean, corrected, eps)
         return optimizers.row_adam_paper_direction(mean, corrected, eps)
