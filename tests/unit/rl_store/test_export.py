@@ -165,7 +165,7 @@ def test_an_export_replaces_an_older_one_whole(tmp_path):
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
-@pytest.mark.parametrize("step", ["copy_mode", "fsync_tree", "_set_dtype", "replace_folder"])
+@pytest.mark.parametrize("step", ["copy_mode", "fsync_tree", "set_dtype", "replace_folder"])
 def test_a_full_disk_leaves_the_older_export(tmp_path, monkeypatch, step):
     folder = tmp_path / "final"
     first, second = tiny_model("llama", seed=1), tiny_model("llama", seed=2, tied=True)
