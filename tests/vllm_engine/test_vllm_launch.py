@@ -55,7 +55,9 @@ def replayed(model: Path, run: Path) -> None:
         assert bring_to(journal, replica) == info.next == STEPS
 
 
-@pytest.mark.parametrize("extra", [[], ["--train-gpus", "2", "--rollout.async", "1"]], ids=["one rank", "two ranks ahead"])
+@pytest.mark.parametrize(
+    "extra", [[], ["--train-gpus", "2", "--rollout.async", "1"]], ids=["one rank", "two ranks ahead"]
+)
 def test_a_server_that_is_killed_costs_no_step(tmp_path: Path, extra: list[str]) -> None:
     model, run, log = model_folder(tmp_path / "model"), tmp_path / "run", tmp_path / "launch.log"
     flags = {

@@ -31,7 +31,7 @@ from logra.rl.methods.base import Method, Writer
 from logra.rl.methods.logra import LograMethod
 from logra.rl.models import prepare
 from logra.rl.rewards.pool import RewardPool
-from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
+from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, iterate_metrics
 from logra.rl.sampler import PromptSampler
 from logra.rl.sharded_export import export_sharded
 from logra.rl.shared import SharedRewards
@@ -70,7 +70,7 @@ class Run:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of all evaluations so far, those before an interruption included."""
-        return [record for record in read_metrics(self.folder.metrics) if "eval/num_prompts" in record]
+        return [record for record in iterate_metrics(self.folder.metrics) if "eval/num_prompts" in record]
 
     def close(self) -> None:
         for closer in reversed(self.closers):

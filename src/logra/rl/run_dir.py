@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,15 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, possibly of a run in progress: unreadable lines are left out."""
-    records = (_parse(line) for line in Path(path).read_bytes().splitlines(keepends=True))
-    return [record for record in records if record is not None]
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one at a time: those of a long run take several hundred MB together."""
+    with Path(path).open("rb") as file:
+        for line in file:
+            if (record := _parse(line)) is not None:
+                yield record
 
 
 class CompletionsWriter:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 
 import numpy as np
 import pyarrow.parquet
@@ -16,7 +17,7 @@ import torch
 from logra.errors import CheckpointError, ConfigError, UserError
 from logra.rl import run_dir
 from logra.rl.checkpoint import CheckpointStore
-from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, read_metrics
+from logra.rl.run_dir import CompletionsWriter, MetricsWriter, RunDir, iterate_metrics, read_metrics
 from logra.rl.types import Prompt, Rollout
 
 
@@ -354,3 +355,15 @@ def test_rewind_drops_what_will_be_done_again(tmp_path):
         "step_000003.parquet",
         "step_notes.parquet",
     ]
+
+
+def test_metrics_of_a_long_run_are_read_one_at_a_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(json.dumps({"step": n, "text": "x" * 500}).encode() + b"\n" for n in range(4000)))
+    tracemalloc.start()
+    try:
+        assert sum(record["step"] for record in iterate_metrics(path)) == 4000 * 3999 // 2
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
