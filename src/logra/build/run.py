@@ -84,7 +84,7 @@ def build_run(config: cfg.Config) -> Run:
         torch.set_num_threads(config.threads)
     world = build_world(config)
     folder = RunDir(Path(config.output_dir))
-    closers: list[Callable[[], None]] = [world.close, folder.close]
+    closers: list[Callable[[], None]] = [folder.close]
     try:
         return _build(config, folder, _open(config, folder, world), closers, world)
     except BaseException:

@@ -178,7 +178,17 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Entry point; returns the exit code. One of several ranks ends here."""
+    code = _main(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # at once: torch.distributed's threads can abort the process while the interpreter takes it down (seen with gloo)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     own, rest = split_flags(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(own)
     if rest and arguments.command in ("doctor", "checkout", "journal"):

@@ -58,10 +58,12 @@ def _train(config: cfg.Config, plain: bool, is_first: bool) -> None:
     try:
         if not is_first:
             run.fit()
+            run.trainer.world.share(lambda: None)
             return
         with Display(run, plain=plain) as display:
             run.trainer.listeners.append(display)
             final = run.fit()
+        run.trainer.world.share(lambda: None)  # no rank leaves before all are done
         display.summary(final)
     finally:
         run.close()

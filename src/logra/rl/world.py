@@ -46,9 +46,6 @@ class World:
     def add(self, tally: Tally) -> None:
         """Sum a tally over all ranks, in place."""
 
-    def close(self) -> None:
-        """Leave the others. May be called twice."""
-
 
 class Ranks(World):
     """The ranks that torchrun started. replicas: groups that each hold all shards (HSDP); 1: one group of all ranks."""
@@ -63,8 +60,7 @@ class Ranks(World):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         timeout = datetime.timedelta(seconds=timeout_s)
-        self._opened = not dist.is_initialized()
-        if self._opened:
+        if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
         self.objects = dist.new_group(
@@ -105,10 +101,6 @@ class Ranks(World):
                 tally.add(name, value)
             for name, value in maxima.items():
                 tally.peak(name, value)
-
-    def close(self) -> None:
-        if self._opened and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _send(self, box: list[Any]) -> None:
         with _lost():
