@@ -114,7 +114,7 @@ class Trainer:
         find_advantage(plan.advantage, dict(plan.advantage_params))
         self.plan, self.method, self.engine = plan, method, engine
         self.world = world or World()
-        _check_ranks(plan, self.world)
+        self.world.share(lambda: _check_ranks(plan, self.world))  # said once
         self.prompts, self.sampler, self.rewards, self.pad_id = prompts, sampler, rewards, pad_id
         self.metrics, self.completions, self.evaluator = metrics, completions, evaluator
         self.checkpoints, self.write_model, self.reference = checkpoints, write_model, reference
