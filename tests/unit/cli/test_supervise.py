@@ -71,6 +71,7 @@ class Launch:
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, json.dumps(commands), str(grace_s)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "KEY": "s3cret"},
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )  # fmt: skip
 
     def end(self, timeout_s: float = 20.0) -> tuple[int, list[str]]:
