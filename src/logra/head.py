@@ -208,9 +208,14 @@ def _none(model: nn.Module, reason: str) -> None:
         logger.warning("the logits of %s are made whole, which takes more memory: %s", type(model).__name__, reason)
 
 
+def unwrapped(model: nn.Module) -> Any:
+    """The model inside what peft wraps around it; a model that is not wrapped itself."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
+
+
 def _take_apart(model: nn.Module) -> Head | None:
-    unwrap = getattr(model, "get_base_model", None)
-    inner: Any = model if unwrap is None else unwrap()
+    inner = unwrapped(model)
     if not hasattr(inner, "get_decoder") or not hasattr(inner, "get_output_embeddings"):
         return None
     decoder, linear = inner.get_decoder(), inner.get_output_embeddings()

@@ -113,9 +113,8 @@ def build_fleet(
             **link,
         )
 
-    if (
-        config.rollout.on_update == "keep"
-    ):  # one server, the configuration sees to it: a fleet samples and moves in turns
+    if config.rollout.on_update == "keep":
+        # one server, the configuration sees to it: a fleet samples and moves in turns
         return make(section.urls[0], patience_s=section.patience_s, midway=True)
     return FleetEngine(
         section.urls,

@@ -37,9 +37,8 @@ def build_model(
         name,
         revision=revision,
         attn_implementation=section.attn_implementation,
-        device=section.device
-        if is_whole and not is_split
-        else "cpu",  # split target by target on its way to the device
+        # split target by target on its way to the device
+        device=section.device if is_whole and not is_split else "cpu",
         seed=config.seed,
         keep_bfloat16=is_split,
     )

@@ -66,6 +66,7 @@ class Run:
         self.trainer.export(self.folder.final)
         if self.history is not None and self.config.sync.serve:  # on the first rank
             self.history.finish(min(self.config.sync.timeout_s, LINGER_S))
+        self.trainer.world.share(lambda: None)  # no rank leaves before all are done
         return self.folder.final
 
     def evaluations(self) -> list[dict[str, Any]]:

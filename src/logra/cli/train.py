@@ -24,9 +24,10 @@ def train(recipe: str, flags: Sequence[str], *, dry_run: bool, plain: bool) -> i
 
     transformers.utils.logging.disable_progress_bar()
     from logra.cli.plan import refuse
-    from logra.rl.world import is_distributed_error, lost_rank
+    from logra.rl.world import is_distributed_error, lost_rank, under_launcher
 
-    is_first, is_alone = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1") == "1"
+    is_alone = not under_launcher()
+    is_first = is_alone or os.environ["RANK"] == "0"
     if is_alone:  # of several ranks each would have to say no: `logra plan --gpus N` tells
         refuse(config)
     if config.model.device != "cuda":
@@ -58,12 +59,10 @@ def _train(config: cfg.Config, plain: bool, is_first: bool) -> None:
     try:
         if not is_first:
             run.fit()
-            run.trainer.world.share(lambda: None)
             return
         with Display(run, plain=plain) as display:
             run.trainer.listeners.append(display)
             final = run.fit()
-        run.trainer.world.share(lambda: None)  # no rank leaves before all are done
         display.summary(final)
     finally:
         run.close()

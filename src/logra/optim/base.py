@@ -22,7 +22,8 @@ from torch import Tensor
 
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.optim import adam, options, saving, sharded
-from logra.optim.batch import Batch, Dense, Move, Slot, batches, local, merge
+from logra.optim.batch import Batch, Dense, Move, Slot, batches, merge
+from logra.sketch.shards import local
 from logra.sketch.targets import clean_name
 
 logger = logging.getLogger(__name__)

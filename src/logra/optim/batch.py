@@ -80,11 +80,6 @@ class Scaled:
 Move = Dense | Product | Scaled
 
 
-def local(tensor: Any) -> Tensor:
-    """The part of a tensor that lies on this rank: its own memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def batches(slots: Iterable[Slot], device_type: str) -> Iterator[list[Slot]]:
     """Slots of a group that can be stepped together, in order, as many at a time as a batch's limit allows."""
     limit = _LIMIT.get(device_type, _LIMIT_ELSEWHERE)

@@ -45,8 +45,9 @@ from torch import Tensor
 from logra.errors import CheckpointError, ConfigError, NonFiniteError
 from logra.optim import adam, options, sharded
 from logra.optim.base import MOMENTS, Layout, LowRankOptimizer
-from logra.optim.batch import Batch, Move, Slot, batches, local
+from logra.optim.batch import Batch, Move, Slot, batches
 from logra.optim.selection import Choice, choose, is_due, shuffled
+from logra.sketch.shards import local
 
 logger = logging.getLogger(__name__)
 

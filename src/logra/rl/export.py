@@ -155,18 +155,18 @@ def _write(
     tokenizer: PreTrainedTokenizerBase | None,
     card: str,
 ) -> None:
-    with _exported_config(model, has_tied_embeddings(model, values)):
+    with exported_config(model, has_tied_embeddings(model, values)):
         model.save_pretrained(folder, state_dict=dict(values))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     write_file(folder / "README.md", card.encode())
-    set_dtype(folder / "config.json", _widest(values))
+    set_dtype(folder / "config.json", widest(values))
     copy_mode(folder, folder / "README.md")
     fsync_tree(folder)
 
 
 @contextmanager
-def _exported_config(model: PreTrainedModel, tied: bool | None) -> Iterator[None]:
+def exported_config(model: PreTrainedModel, tied: bool | None) -> Iterator[None]:
     """Lends the model corrected copies of its configurations: `save_pretrained` writes them, and into
     them.
     """
@@ -176,7 +176,7 @@ def _exported_config(model: PreTrainedModel, tied: bool | None) -> Iterator[None
     model.config = copy.deepcopy(config)
     if tied is not None:
         model.config.tie_word_embeddings = tied
-    model.generation_config = valid_generation(generation)
+    model.generation_config = _valid_generation(generation)
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def has_tied_embeddings(model: PreTrainedModel, values: Mapping[str, Tensor]) ->
     return values[f"{names[id(embedding)]}.weight"] is values[f"{names[id(head)]}.weight"]
 
 
-def valid_generation(generation: GenerationConfig) -> GenerationConfig:
+def _valid_generation(generation: GenerationConfig) -> GenerationConfig:
     """A copy that may be saved: base models ship a temperature without do_sample, which transformers refuses
     to save.
     """
@@ -204,7 +204,7 @@ def valid_generation(generation: GenerationConfig) -> GenerationConfig:
     return out
 
 
-def _widest(values: Mapping[str, Tensor]) -> torch.dtype:
+def widest(values: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype that holds every floating-point weight: the one to load with, so that none is rounded."""
     kinds = {tensor.dtype for tensor in values.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32

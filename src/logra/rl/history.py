@@ -281,10 +281,7 @@ class History:
 
     def begin(self) -> None:
         """Write the anchor that a new journal begins with where the base model does not lead."""
-        self._anchor_if(lambda: self.journal.info().origin == self.journal.next and self._lacks_start())
-
-    def _lacks_start(self) -> bool:
-        return self.journal.info().origin > 0 and not self.journal.anchors
+        self._anchor_if(lambda: 0 < self.journal.info().origin == self.journal.next and not self.journal.anchors)
 
     def go_back(self, version: int, *, served: bool) -> None:
         """Drop what lies beyond `version`, which the run now does again. served: then leave an anchor, where there is none, from
@@ -301,10 +298,7 @@ class History:
         """Write an anchor of the version in place, if the first rank finds that one is wanted."""
         if self.world.share(is_wanted):
             digest, blocks = self.method.digest(), self.method.whole_blocks()
-            self.world.share(lambda: self._write_anchor(self.method.num_updates, blocks, digest))
-
-    def _write_anchor(self, version: int, blocks: Mapping[str, Block], digest: str) -> None:
-        self.journal.write_anchor(version, blocks, digest)
+            self.world.share(lambda: self.journal.write_anchor(self.method.num_updates, blocks, digest))
 
     def start(self, subscribers: int, timeout_s: float) -> None:
         """Wait until that many subscribers have acknowledged the version the trainer starts from."""
@@ -342,7 +336,7 @@ class History:
             assert self.publisher is not None
             sent.append(self.publisher.publish(update, step, digest))
             if blocks is not None and digest is not None:
-                self._write_anchor(version, blocks, digest)
+                self.journal.write_anchor(version, blocks, digest)
 
         self.world.share(write)
         return sent[0] if sent else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from logra.errors import LograError, ModelError
+from logra.head import unwrapped
 from logra.sketch.shards import local, rows_here
 from logra.sketch.split import split
 
@@ -103,8 +104,7 @@ def fill(model: nn.Module, rows: Rows, device: torch.device) -> None:
 
     Raises `SkeletonError` if a buffer is left without a value, `ModelError` for values that are not finite.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    base: PreTrainedModel = model if unwrap is None else unwrap()  # type: ignore[assignment]
+    base: PreTrainedModel = unwrapped(model)
     model.to_empty(device=device)
     base.tie_weights()  # each of a tied pair got memory of its own
     _make_buffers(base)

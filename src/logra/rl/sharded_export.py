@@ -6,7 +6,6 @@ number of ranks (`logra.rl.loading`).
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import warnings
@@ -16,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from logra.errors import CheckpointError, LograError, ModelError
+from logra.errors import CheckpointError, ModelError
 from logra.files import copy_mode, fsync_path, fsync_tree, remove_tree, replace_folder, temporary_sibling, write_file
-from logra.rl.export import cast_weight, model_card, set_dtype, valid_generation
+from logra.head import unwrapped
+from logra.rl.export import cast_weight, exported_config, has_tied_embeddings, model_card, set_dtype, widest
 from logra.rl.world import Ranks
 from logra.sketch.shards import local
 
@@ -57,6 +56,7 @@ def export_sharded(
     except Exception as error:  # torch wraps the ranks' errors; which one failed, all know
         failure = " ".join(str(error).split())[:300] or type(error).__name__
     failures = [text for text in world.gather(failure) if text]
+    stored = widest(values)
     del values
 
     def finish() -> None:
@@ -65,7 +65,7 @@ def export_sharded(
                 raise CheckpointError(
                     f"the model could not be exported to {folder}: {failures[0]}. Free some space or name another folder"
                 )
-            _finish(base, tokenizer, temporary, folder, model_card(card))
+            _finish(base, tokenizer, stored, temporary, folder, model_card(card))
         finally:
             if temporary.exists():
                 remove_tree(temporary)
@@ -84,8 +84,7 @@ def _new_folder(folder: Path) -> Path:
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    unwrap = getattr(model, "get_base_model", None)
-    base: Any = model if unwrap is None else unwrap()
+    base = unwrapped(model)
     if not isinstance(base, PreTrainedModel):
         raise ModelError(f"cannot export a {type(base).__name__}: only transformers models")
     return base
@@ -146,7 +145,12 @@ def _save(values: Mapping[str, DTensor], folder: Path, world: Ranks) -> None:
 
 
 def _finish(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, temporary: Path, folder: Path, card: str
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    temporary: Path,
+    folder: Path,
+    card: str,
 ) -> None:
     try:
         shutil.rmtree(temporary / _SHARDS, ignore_errors=True)
@@ -154,7 +158,7 @@ def _finish(
         if len(files) == 1:
             os.rename(files[0], temporary / "model.safetensors")
             (temporary / "model.safetensors.index.json").unlink(missing_ok=True)
-        _write_config(base, temporary)
+        _write_config(base, dtype, temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         write_file(temporary / "README.md", card.encode())
@@ -170,25 +174,10 @@ def _finish(
         remove_tree(old)
 
 
-def _write_config(base: PreTrainedModel, folder: Path) -> None:
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__.removeprefix("FSDP")]
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if embedding is not None and head is not None:
-        config.tie_word_embeddings = embedding.weight is head.weight
-    config.save_pretrained(folder)
-    if base.can_generate():
-        valid_generation(base.generation_config).save_pretrained(folder)
-    kinds: set[torch.dtype] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-            kinds |= {_dtype(file.get_slice(name).get_dtype()) for name in names}
-    set_dtype(folder / "config.json", torch.float32 if torch.float32 in kinds or not kinds else kinds.pop())
-
-
-def _dtype(name: str) -> torch.dtype:
-    try:
-        return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}[name]
-    except KeyError as error:
-        raise LograError(f"unexpected dtype {name} in an exported file") from error
+def _write_config(base: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    tied = has_tied_embeddings(base, dict(base.named_parameters(remove_duplicate=False)))
+    with exported_config(base, tied):
+        base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+        base.config.save_pretrained(folder)
+        base.generation_config.save_pretrained(folder)
+    set_dtype(folder / "config.json", dtype)

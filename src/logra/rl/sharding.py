@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from logra.errors import ModelError
+from logra.head import unwrapped
 
 
 def shard_model(
@@ -69,14 +70,9 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 def _enter_by_decoder(model: Any) -> None:
     """A method that gives the decoder's states in a pass that FSDP sees begin, for who needs no logits (`logra.head`)."""
-    unwrap = getattr(model, "get_base_model", None)
-    inner = model if unwrap is None else unwrap()
+    inner = unwrapped(model)
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else None
     if decoder is None or decoder is inner:
         return

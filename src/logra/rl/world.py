@@ -63,9 +63,8 @@ class Ranks(World):
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-        self.objects = dist.new_group(
-            backend="gloo", timeout=timeout
-        )  # on the host: no device is busy while rollouts are awaited
+        # on the host: no device is busy while rollouts are awaited
+        self.objects = dist.new_group(backend="gloo", timeout=timeout)
         shape = (self.size,) if replicas == 1 else (replicas, self.size // replicas)
         names = ("shard",) if replicas == 1 else ("replicate", "shard")
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)

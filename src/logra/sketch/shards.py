@@ -20,6 +20,9 @@ from torch import Tensor
 from logra.errors import ConfigError
 
 _MASK64 = (1 << 64) - 1
+# torch 2.13 renames them
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def local(tensor: Any) -> Tensor:
@@ -108,8 +111,7 @@ class Shards:
     def reduce(self, stacked_Dc: Tensor) -> Tensor:
         """The sum over all ranks, the rows that lie here: (T, c)."""
         result = stacked_Dc.new_empty(self.total, stacked_Dc.shape[1])
-        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce(result, self._by_rank(stacked_Dc).flatten(0, 1), group=self.group)
+        _reduce_scatter(result, self._by_rank(stacked_Dc).flatten(0, 1), group=self.group)
         if self.replicas is not None:
             dist.all_reduce(result, group=self.replicas)
         return result
@@ -122,8 +124,7 @@ class Shards:
         """The whole (D, c) of what lies on the ranks, the same on each."""
         columns = own_Tc.shape[1]
         whole = own_Tc.new_empty(self.ranks * self.total, columns)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, own_Tc.contiguous(), group=self.group)
+        _all_gather(whole, own_Tc.contiguous(), group=self.group)
         by_rank, parts, start = whole.view(self.ranks, self.total, columns), [], 0
         for count in self._counts.values():
             most = -(-count // self.ranks)
@@ -138,8 +139,7 @@ class Shards:
         padded = own.new_zeros(most, *own.shape[1:])
         padded[: len(own)] = own
         whole = own.new_empty(self.ranks * most, *own.shape[1:])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, padded, group=self.group)
+        _all_gather(whole, padded, group=self.group)
         return whole[:count]
 
     def sums(self, values: Sequence[float], *, over_ranks: bool = False) -> list[float]:

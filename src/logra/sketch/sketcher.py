@@ -484,10 +484,10 @@ class Sketcher:
             needed["sketches"] = self._sketches
         if any(key.startswith("residual.") for key in state):
             needed |= {f"residual.{name}": lo for name, lo in self._residuals.items()}
-        is_whole = {
+        whole = {
             key: own.new_empty(len(self._sketches), own.shape[1], device="meta") for key, own in self._moments.items()
         }
-        for key, own in {**needed, **is_whole}.items():
+        for key, own in {**needed, **whole}.items():
             fitting(state, key, own)
         self._bases.load(state)
         self._sketches.zero_()

@@ -53,9 +53,7 @@ class LograMethod:
         targets = [t.name for t in chosen]
         dense = choose_dense(model, dense_params, targets)
         is_sharded = sharding(targets[0], chosen[0].weight) is not None
-        if (
-            options.get("weights") == "split" and not is_sharded
-        ):  # `logra.rl.sharding` has done it: FSDP knows the types
+        if options.get("weights") == "split" and not is_sharded:  # else done before: FSDP knows the types
             compact_frozen(model, {*targets, *dense})
         if options.get("beta1") is None and options.get("optimizer") == "adam":
             options["beta1"] = betas[0]
