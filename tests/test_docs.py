@@ -353,7 +353,7 @@ def test_what_may_change_on_resuming_is_what_the_checkpoint_leaves_open():
     assert stay == {*cfg.IDENTITY, "train.microbatch_size"}
     assert set(cfg.identity(config)) == {*cfg.IDENTITY, "microbatch_size"}
     assert change == set(cfg.Config.model_fields) - {*cfg.IDENTITY, "train"} | {"train.steps"}
-    assert set(cfg.Train.model_fields) == {"steps", "microbatch_size", "head_chunk"}
+    assert set(cfg.Train.model_fields) == {"steps", "microbatch_size", "head_chunk", "packed"}
 
 
 def test_advantages_and_their_options_are_documented():

@@ -245,6 +245,7 @@ def training_plan(config: cfg.Config) -> Plan:
         temperature=rollout.temperature,
         autocast=config.model.dtype == "bfloat16",
         head_chunk=config.train.head_chunk,
+        packed=config.train.packed,
     )
     return Plan(
         steps=config.train.steps,

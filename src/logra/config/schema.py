@@ -332,6 +332,8 @@ class Train(Section):
     """Rollouts per forward and backward pass."""
     head_chunk: int | None = Field(default=None, ge=0)
     """Tokens whose logits exist at once; None: as many as fit 64 MiB (256 MiB on an accelerator), 0: all."""
+    packed: bool = True
+    """Compute a microbatch's tokens in one row, without padding and each prompt once, where that saves work."""
 
 
 class Evaluation(Section):

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from logra.errors import NonFiniteError
-from logra.head import let_go, plain_head, token_logprobs
+from logra.head import Head, let_go, plain_head, token_logprobs
 from logra.region import region
 from logra.rl.batch import TrainBatch
 from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
+from logra.rl.packing import layout, packable, packed_states, worth_packing
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class LossSettings:
     """See the fields of the same names in `logra.config.Algorithm`; temperature is the sampling temperature.
 
     head_chunk: tokens whose logits exist at once; None: as many as fit (`logra.head.chunk_size`), 0: all.
+    packed: compute packed rows where that saves work (`logra.rl.packing`).
     """
 
     kind: str = "ppo"
@@ -37,15 +41,16 @@ class LossSettings:
     temperature: float = 1.0
     autocast: bool = False
     head_chunk: int | None = None
+    packed: bool = True
 
 
 def policy_logprobs(
-    model: nn.Module, batch: TrainBatch, settings: LossSettings, mask_BC: Tensor
+    model: nn.Module, batch: TrainBatch, settings: LossSettings, mask_BC: Tensor, *, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(log-probs (B, C) of the completion tokens, entropies (B, C) without gradient), nats, float32; 0 where mask_BC is False.
 
     Only the masked-in tokens reach the output head, a few at a time (`logra.head`): prompts and padding cost nothing there.
-    The result is connected to the graph even if no token is in.
+    The result is connected to the graph even if no token is in. packed: the model is within `logra.rl.packing.packable`.
     """
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
     device = batch.completion_ids.device.type
@@ -54,14 +59,25 @@ def policy_logprobs(
         if head is None:
             logp_N, entropy_N = _from_whole_logits(model, inputs, batch, settings, mask_BC)
         else:
-            hidden = head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1]
+            hidden_NH = _predicting_states(head, batch, mask_BC, inputs, packed)
             with region("logits"):
                 logp_N, entropy_N = token_logprobs(
-                    hidden[mask_BC], head.linear.weight, head.linear.bias, batch.completion_ids[mask_BC],
+                    hidden_NH, head.linear.weight, head.linear.bias, batch.completion_ids[mask_BC],
                     temperature=settings.temperature, chunk=settings.head_chunk,
                 )  # fmt: skip
     empty = torch.zeros(mask_BC.shape, dtype=logp_N.dtype, device=logp_N.device)
     return empty.masked_scatter(mask_BC, logp_N), empty.masked_scatter(mask_BC, entropy_N)
+
+
+def _predicting_states(
+    head: Head, batch: TrainBatch, mask_BC: Tensor, inputs: dict[str, Tensor], packed: bool
+) -> Tensor:
+    """The states (N, H) that predict the masked-in tokens, in the mask's order."""
+    if packed:
+        at = layout(batch, mask_BC)
+        if worth_packing(head, at, batch):
+            return packed_states(head, at).index_select(0, at.sources)
+    return head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1][mask_BC]
 
 
 def _from_whole_logits(
@@ -81,11 +97,12 @@ def _from_whole_logits(
 def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSettings) -> Tensor:
     """Log-probs (B, C) of a whole batch without gradient, `size` rows at a time; 0 in padding."""
     result = torch.zeros_like(batch.rollout_logprobs)
-    for start in range(0, len(batch), size):
-        rows = range(start, min(start + size, len(batch)))
-        part = batch.slice(rows)
-        logp, _ = policy_logprobs(model, part, settings, part.completion_mask)
-        result[rows.start : rows.stop, : logp.shape[1]] = logp
+    with _packing(model, settings) as packed:
+        for start in range(0, len(batch), size):
+            rows = range(start, min(start + size, len(batch)))
+            part = batch.slice(rows)
+            logp, _ = policy_logprobs(model, part, settings, part.completion_mask, packed=packed)
+            result[rows.start : rows.stop, : logp.shape[1]] = logp
     let_go(model)
     return result
 
@@ -122,24 +139,48 @@ def accumulate(
     old_logp (B, C): the policy's log-probs at the start of the step, None if it has not moved since (the ratio is then 1 and
     no second forward pass is needed). Raises `NonFiniteError` before the backward pass of a loss that is not finite.
     """
-    for start in range(0, len(batch), size):
-        rows = range(start, min(start + size, len(batch)))
-        part = batch.slice(rows)
-        columns = part.completion_ids.shape[1]
-        logp, entropy = policy_logprobs(model, part, settings, part.loss_mask)
-        old = None if old_logp is None else old_logp[rows.start : rows.stop, :columns]
-        ref = None if reference_logp is None else reference_logp[rows.start : rows.stop, :columns]
-        loss = _loss(part, logp, old, ref, settings, tally)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"the loss is {value} (prompts {sorted(set(part.group_ids.tolist()))}); nothing was applied: "
-                "check the model's dtype, the rewards and the learning rate"
+    with _packing(model, settings) as packed:
+        for start in range(0, len(batch), size):
+            rows = slice(start, start + size)
+            part = batch.slice(range(*rows.indices(len(batch))))
+            old, ref = (
+                None if logp is None else logp[rows, : part.completion_ids.shape[1]]
+                for logp in (old_logp, reference_logp)
             )
-        _note(part, logp.detach() if old is None else old, entropy, tally)
-        tally.add("loss", value)
-        with region("activations"):
-            loss.backward()
+            _backward(model, part, settings, old, ref, tally, packed)
+
+
+@contextmanager
+def _packing(model: nn.Module, settings: LossSettings) -> Iterator[bool]:
+    """Within it passes may be packed, if it gives True."""
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=settings.autocast):
+        head = plain_head(model) if settings.packed else None
+    with packable(model, head, autocast=settings.autocast) as packed:
+        yield packed
+
+
+def _backward(
+    model: nn.Module,
+    part: TrainBatch,
+    settings: LossSettings,
+    old: Tensor | None,
+    ref: Tensor | None,
+    tally: Tally,
+    packed: bool,
+) -> None:
+    """Both passes of one microbatch."""
+    logp, entropy = policy_logprobs(model, part, settings, part.loss_mask, packed=packed)
+    loss = _loss(part, logp, old, ref, settings, tally)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"the loss is {value} (prompts {sorted(set(part.group_ids.tolist()))}); nothing was applied: "
+            "check the model's dtype, the rewards and the learning rate"
+        )
+    _note(part, logp.detach() if old is None else old, entropy, tally)
+    tally.add("loss", value)
+    with region("activations"):
+        loss.backward()
 
 
 def _loss(

@@ -275,7 +275,8 @@ class Trainer:
         if self.world.size == 1:
             return part
         lengths = (part.prompt_mask.sum(1) + part.completion_mask.sum(1)).tolist()
-        rows = deal(lengths, self.world.size)[self.world.rank]
+        together = self.plan.rollouts_per_prompt if self.plan.loss.packed else 1
+        rows = deal(lengths, self.world.size, together)[self.world.rank]
         missing = -(-len(part) // self.world.size) - len(rows)
         shortest = min(range(len(part)), key=lengths.__getitem__)
         return part.slice([*rows, *[shortest] * missing]).without(range(len(rows), len(rows) + missing))
