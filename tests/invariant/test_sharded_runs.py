@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import logra
@@ -31,7 +33,13 @@ COMMON = {
 }  # fmt: skip
 SCENARIOS = {
     "random": {"trust": {"probe_rollouts": 3}},
-    "anchors": {"method": {"basis": "aligned", "optimizer": "adam", "lr": 1e-3}, "journal": {"anchor_every": 2}},
+    "anchors": {
+        "method": {"basis": "aligned", "optimizer": "adam", "lr": 1e-3}, "journal": {"anchor_every": 2},
+        "train": {"packed": False},
+    },
+    "aligned": {  # whole prompts to each rank and microbatch: then bases, too, are those of one rank
+        "method": {"basis": "aligned", "optimizer": "adam", "lr": 1e-3}, "rollout": {"prompts_per_step": 6},
+    },
     "dense": {"method": {"name": "dense", "lr": 1e-3, "basis": None, "max_grad_norm": 0.5}},
     "lora": {"method": {"name": "lora", "lr": 1e-2, "basis": None}, "algorithm": {"kl_coef": 0.01}},
     "several": {
@@ -215,6 +223,45 @@ def test_resumed_on_other_numbers_of_ranks(model, tmp_path):
     code, output = finish(torchrun(1, *command(model, alone, 7)))
     assert code == 0, output[-3000:]
     assert prompts_of(run) == prompts_of(alone)
+
+
+RESUMED = """
+from logra.build import model, placing
+def whole(*arguments, **options):
+    raise AssertionError("a rank loaded a model whole")
+placing.build_model = model.build_model = model.load_model = whole
+"""
+
+
+def test_a_resumed_run_never_has_its_reference_whole(model, tmp_path):
+    """The reference is the base model, which the checkpoint does not hold; its KL goes on as that of a run on one rank."""
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    (tmp_path / "script.py").write_text(RESUMED + SCRIPT)
+    (tmp_path / "todo.json").write_text("[]")
+
+    def run(steps):
+        todo = [settings(base, tmp_path / "run", SCENARIOS["several"], {"train": {"steps": steps}, "resume": "auto"})]
+        (tmp_path / "todo.json").write_text(json.dumps(todo))
+        return finish(torchrun(2, tmp_path / "script.py", tmp_path / "todo.json"))
+
+    for steps in (2, 4):
+        code, output = run(steps)
+        assert code == 0, output[-3000:]
+    alone = build_run(
+        cfg.make_config(settings(base, tmp_path / "alone", SCENARIOS["several"], {"train": {"steps": 4}}))
+    )
+    try:
+        alone.fit()
+    finally:
+        alone.close()
+    kl = [[r["kl"] for r in read_metrics(tmp_path / n / "metrics.jsonl") if "kl" in r] for n in ("run", "alone")]
+    assert len(kl[0]) == 4 and kl[0][2] > 0 and kl[0] == pytest.approx(kl[1], rel=5e-3, abs=1e-7)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][7] += 0.5
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    code, output = run(5)
+    assert code != 0 and "is not the model this run began with" in output
 
 
 @pytest.mark.parametrize("victim", [0, 1])

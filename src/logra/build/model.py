@@ -15,12 +15,13 @@ from logra.errors import CheckpointError
 from logra.optim.registry import takes_rank
 from logra.rl.checkpoint import Checkpoint
 from logra.rl.history import has_journal, is_base
+from logra.rl.loading import SkeletonError, digest_of_files, skeleton
 from logra.rl.methods.base import Method, Schedule
 from logra.rl.methods.beside import store_split
 from logra.rl.methods.dense import DenseMethod, LoraMethod
 from logra.rl.methods.logra import LograMethod
 from logra.rl.methods.low_rank import LowRankMethod
-from logra.rl.models import load_model, pick_device, set_chat_template
+from logra.rl.models import BUILTIN, load_model, model_folder, pick_device, set_chat_template
 from logra.trust.region import TrustRegion
 
 
@@ -53,31 +54,47 @@ def weights_of(config: cfg.Config, checkpoint: Checkpoint | None) -> tuple[str, 
     return config.model.name_or_path, config.model.revision
 
 
+def starts_as(config: cfg.Config, checkpoint: Checkpoint | None) -> bool:
+    """Is the model as it is loaded the one the run began with?"""
+    return checkpoint is None or config.method.name == "lora"
+
+
 def build_reference(
-    model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None, journal: Path, is_whole: bool = True
+    model: PreTrainedModel, config: cfg.Config, checkpoint: Checkpoint | None, is_whole: bool = True
 ) -> PreTrainedModel | None:
-    """A frozen copy of the starting policy, for the KL term. is_whole: else it is left as it is loaded, to be sharded."""
+    """A frozen copy of the starting policy, for the KL term, after `check_base` where it is loaded anew.
+
+    model: as it was loaded. is_whole: else the reference is left as it is, to be sharded.
+    """
     if config.algorithm.kl_coef == 0.0:
         return None
-    if checkpoint is None or config.method.name == "lora":
-        reference = copy.deepcopy(model)
-    else:
-        reference = build_base(config, journal)
+    reference = copy.deepcopy(model) if starts_as(config, checkpoint) else build_model(config)[0]
     if config.method.weights == "split" and is_whole:  # stored as the policy is, so that the KL of the first step is 0
         store_split(reference, config.method.targets, config.method.dense_params)
         reference.to(pick_device(config.model.device))
     return reference.eval().requires_grad_(False)
 
 
-def build_base(config: cfg.Config, journal: Path) -> PreTrainedModel:
-    """The base model, for a run that goes on; `CheckpointError` if it is no longer the one that its journal began with."""
-    model = build_model(config)[0]
-    if has_journal(journal) and not is_base(journal, model):
+def check_base(config: cfg.Config, journal: Path) -> None:
+    """`CheckpointError` if the base model is no longer the one that the run's journal began with.
+
+    Its files are read a few rows at a time; a model that cannot be read so is loaded into host memory.
+    """
+    if not has_journal(journal):
+        return
+    name, section = config.model.name_or_path, config.model
+    try:
+        if name.startswith(BUILTIN):
+            raise SkeletonError("it is made, not read")
+        model, rows = skeleton(model_folder(name, section.revision), section.attn_implementation)
+        same = is_base(journal, model, lambda model, names: digest_of_files(model, rows, names))
+    except SkeletonError:
+        same = is_base(journal, load_model(name, revision=section.revision, device="cpu", seed=config.seed)[0])
+    if not same:
         raise CheckpointError(
-            f"{config.model.name_or_path} is not the model this run began with: its weights have changed. Restore it, or start "
-            "a new run in another output_dir"
+            f"{name} is not the model this run began with: its weights have changed. Restore it, or start a new run in another "
+            "output_dir"
         )
-    return model
 
 
 def build_method(

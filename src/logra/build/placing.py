@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from logra import config as cfg
-from logra.build.model import build_model, weights_of
+from logra.build.model import build_model, build_reference, starts_as, weights_of
 from logra.errors import ConfigError
 from logra.rl.checkpoint import Checkpoint
 from logra.rl.loading import Rows, SkeletonError, fill, is_bfloat16, read_masters, skeleton
@@ -67,6 +67,16 @@ def load_sharded(
             set_chat_template(tokenizer, config.model.chat_template)
             return model, tokenizer, rows
     return *build_model(config, checkpoint, is_whole=False), None
+
+
+def load_reference(
+    config: cfg.Config, model: PreTrainedModel, rows: Rows | None, checkpoint: Checkpoint | None, world: World
+) -> tuple[PreTrainedModel | None, Rows | None]:
+    """(the reference of the KL term or None, where its values are). model, rows: the policy as it was loaded."""
+    if not isinstance(world, Ranks) or starts_as(config, checkpoint) or not config.algorithm.kl_coef:
+        return build_reference(model, config, checkpoint, is_whole=not isinstance(world, Ranks)), rows
+    reference, _, own = load_sharded(config, None, world)
+    return reference.eval().requires_grad_(False), own
 
 
 def place(config: cfg.Config, world: Ranks, model: nn.Module, rows: Rows | None) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from logra import config as cfg
@@ -216,19 +217,39 @@ def _phases(question: Question, wanted: Collection[str]) -> dict[str, Phase]:
         config = with_method(config, weights="split")
     options: dict[str, Any] = {
         "phases": tuple(name for name in PHASES if name in wanted), "accelerator": question.accelerator, "low": is_sharded,
-        "dora": question.label == "dora", "whole_logits": question.label == PAPER,
+        "dora": question.label == "dora", "whole_logits": question.label == PAPER, "group": _group(question),
     }  # fmt: skip
     count, period = int(getattr(model_config, "num_hidden_layers", 0)), period_of(model_config)
     least = 2 * period + count % period
     key = (config.model_dump_json(), repr(model_config), question.shape, *options.values())
     if key not in _rehearsed:
         if count <= max(_FEW, least + period):
-            _rehearsed[key] = rehearse(config, model_config, question.shape, **options)
+            _rehearsed[key] = _rehearse(config, model_config, question.shape, options)
         else:
             counts = (least, least + period)
-            few = {n: rehearse(config, with_layers(model_config, n), question.shape, **options) for n in counts}
+            few = {n: _rehearse(config, with_layers(model_config, n), question.shape, options) for n in counts}
             _rehearsed[key] = at_layers(few, count)
     return dict(_rehearsed[key])
+
+
+def _rehearse(
+    config: cfg.Config, model_config: PretrainedConfig, shape: Shape, options: Mapping[str, Any]
+) -> dict[str, Phase]:
+    """By central differences where a model's forward derivative (GPT-2's, of layer norms) cannot be taken without data."""
+    try:
+        return rehearse(config, model_config, shape, **options)
+    except FakeTensorDeviceMismatchError:
+        if config.trust.mode == "finite_difference":
+            raise
+        trust = config.trust.model_copy(update={"mode": "finite_difference"})
+        return rehearse(config.model_copy(update={"trust": trust}), model_config, shape, **options)
+
+
+def _group(question: Question) -> int:
+    """Rollouts of a prompt that are computed together: over devices only where prompts divide (`logra.rl.world.deal`)."""
+    config = question.config
+    group, updates = config.rollout.rollouts_per_prompt, config.algorithm.updates_per_step
+    return group if config.rollout.prompts_per_step // updates % question.gpus == 0 else 1
 
 
 def period_of(model_config: PretrainedConfig) -> int:

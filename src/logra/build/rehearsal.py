@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -26,17 +27,20 @@ from logra.build.run import training_plan
 from logra.memory.fake import FakeMeter, Phase, fake_tensors
 from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
 from logra.region import region
-from logra.rl import step
+from logra.rl import packing, step
 from logra.rl.batch import TrainBatch
 from logra.rl.engines.sampling import choose
 from logra.rl.methods import dense
 from logra.rl.methods.base import Method
 from logra.rl.models import offload_inputs, prepare
+from logra.rl.packing import Layout, takes_part, worth_packing
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.sketch import aligned, capture, sketcher
 from logra.sketch.block import Block
 from logra.sketch.update import Update
 from logra.trust import probe
+
+_COPIES = 1.1  # what a token of a packed row takes, of what it takes in padded ones: attention has copies of its own
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def rehearse(
     low: bool = False,
     dora: bool = False,
     whole_logits: bool = False,
+    group: int | None = None,
 ) -> dict[str, Phase]:
     """Bytes by kind at the peaks of each phase of one step, and on average.
 
@@ -69,12 +74,14 @@ def rehearse(
     are kinds of their own, so whoever plans may count them elsewhere, and so are `proposal` (U) and `sync`
     (the integers of the Update), which a meter sees as workspace. phases: those wanted; UPDATE includes GRADIENT. accelerator:
     as the code runs on CUDA. low: all weights in bfloat16, as FSDP gathers them; what is made of them (gradients, moments) is
-    too. dora: LoRA's adapters with DoRA's magnitudes. whole_logits: as trainers do that do not make them in chunks.
+    too. dora: LoRA's adapters with DoRA's magnitudes. whole_logits: as trainers do that do not make them in chunks. group:
+    rollouts of a prompt that are computed together; None: the configuration's.
     """
     if low:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
-    plan = training_plan(config)
-    with fake_tensors() as meter, _shortened(meter), _allowed(low, dora, whole_logits), _as_on_cuda(accelerator):
+    plan, packed = training_plan(config), _packed_row(shape, group or config.rollout.rollouts_per_prompt)
+    allowed = _allowed(low, dora, whole_logits, packed)
+    with fake_tensors() as meter, _shortened(meter), allowed, _as_on_cuda(accelerator):
         with _nothing_drawn():
             model = _model(config, model_config, low)
             prepare(model, config.model.gradient_checkpointing)
@@ -94,7 +101,7 @@ def rehearse(
         if phases == (ROLLOUT,):
             return meter.planned
         with meter.plan_phase(GRADIENT), region("activations"):
-            batch = _batch(2 * shape.rows, shape)
+            batch = _batch(2 * shape.rows, _most(shape, packed, method.model, plan.loss))
             _gradient(method, batch, shape, plan.loss, plan.updates_per_step, reference)
         if UPDATE not in phases:
             return meter.planned
@@ -208,6 +215,37 @@ def _batch(rows: int, shape: Shape) -> TrainBatch:
     )  # fmt: skip
 
 
+def _packed_row(shape: Shape, group: int) -> Layout:
+    """Of one microbatch whose every token is real; where groups do not divide it, it has parts of one more."""
+    rows = shape.rows
+    prompts = 1 if group % rows == 0 else min(rows, -(-rows // group) + (rows % group > 0))
+    batch = _batch(rows, shape)
+    owner = torch.arange(rows) * prompts // rows
+    full = {
+        "prompt_ids": owner[:, None].expand(-1, shape.prompt), "prompt_mask": torch.ones(rows, shape.prompt).bool(),
+        "completion_mask": torch.ones(rows, shape.response).bool(),
+    }  # fmt: skip
+    return packing.layout(replace(batch, **full), full["completion_mask"])
+
+
+def _most(shape: Shape, packed: Layout, model: nn.Module, loss: LossSettings) -> Shape:
+    """Prompts and responses up to these lengths that take most: where rows are packed, short prompts may lead to padded rows with
+    more tokens than the packed one has."""
+    parts, rows = step.plain_head(model) if loss.packed else None, shape.rows
+    if parts is None or not takes_part(parts.decoder) or not worth_packing(parts, packed, _batch(rows, shape)):
+        return shape
+    prompts, share = len(packed.prompts), packing.LARGEST_SHARE
+    # prompts p + rows (response - 1) > share rows (p + response)
+    longest = math.ceil(rows * ((1 - share) * shape.response - 1) / (share * rows - prompts)) - 1
+    padded = rows * (longest + shape.response)
+    return replace(shape, prompt=longest) if 0 < longest < shape.prompt and padded > _COPIES * packed.size else shape
+
+
+def _without_data(at: Layout) -> Layout:
+    tensors = {f.name: v for f in fields(at) if isinstance(v := getattr(at, f.name), Tensor)}
+    return replace(at, **{name: torch.zeros(value.shape, dtype=value.dtype) for name, value in tensors.items()})
+
+
 def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
     return {
         name: torch.ones(rows, tokens, dtype=torch.int64) for name in ("input_ids", "attention_mask", "completion_mask")
@@ -215,9 +253,11 @@ def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _allowed(low: bool, dora: bool, whole_logits: bool) -> Iterator[None]:
+def _allowed(low: bool, dora: bool, whole_logits: bool, packed: Layout) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(head, "_is_all", is_all_without_data))
+        stack.enter_context(mock.patch.object(packing, "_is_same", lambda model, head: True))
+        stack.enter_context(mock.patch.object(step, "layout", lambda batch, mask: _without_data(packed)))
         for module in (step, probe) if whole_logits else ():
             stack.enter_context(mock.patch.object(module, "plain_head", lambda model: None))
         if low:

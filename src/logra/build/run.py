@@ -16,8 +16,8 @@ from logra import config as cfg
 from logra.build.data import build_data, build_eval_data, build_evaluator, build_rewards
 from logra.build.engine import build_engine
 from logra.build.history import build_history, read_checkpoint, read_tail, start_serving, sync_token
-from logra.build.model import build_base, build_method, build_model, build_reference, model_card
-from logra.build.placing import build_world, load_sharded, place, shard_again
+from logra.build.model import build_method, build_model, check_base, model_card, starts_as
+from logra.build.placing import build_world, load_reference, load_sharded, place, shard_again
 from logra.head import plain_head
 from logra.integrations.trackers import make_trackers
 from logra.memory.gauge import StepGauge
@@ -120,12 +120,12 @@ def _build(
     held_out = {p.token_ids for p in eval_prompts} if config.eval and config.eval.hold_out else set()
     prompts = build_data(config.data, tokenizer, config.seed, held_out)
     rewards = _build_rewards(config, sorted(prompts[0].columns), closers, world)
-    reference = build_reference(model, config, checkpoint, folder.journal, is_whole=world.size == 1)
+    if not starts_as(config, checkpoint) and (config.algorithm.kl_coef or config.rollout.engine == "vllm"):
+        world.share(lambda: check_base(config, folder.journal))  # the reference; what vLLM starts from
+    reference, reference_rows = load_reference(config, model, rows, checkpoint, world)
     prepare(model, config.model.gradient_checkpointing, config.model.offload_activations)
-    method = _build_method(config, model, reference, world, rows)
+    method = _build_method(config, model, reference, world, rows, reference_rows)
     history = build_history(config, folder, method, checkpoint, tail, closers, world)
-    if config.rollout.engine == "vllm" and checkpoint is not None:
-        build_base(config, folder.journal)  # vLLM starts from it: what never moves must still be the same
     engine = build_engine(config, method, tokenizer, folder, history, world)
     closers.append(engine.close)
     engine.check_lengths([prompts.longest_prompt()], config.rollout.max_new_tokens)
@@ -204,14 +204,18 @@ def _build_rewards(
 
 
 def _build_method(
-    config: cfg.Config, model: PreTrainedModel, reference: nn.Module | None, world: World, rows: Rows | None
+    config: cfg.Config,
+    model: PreTrainedModel,
+    reference: nn.Module | None,
+    world: World,
+    rows: Rows | None,
+    reference_rows: Rows | None,
 ) -> Method:
-    """The method, on sharded weights where there are several ranks."""
+    """The method, on sharded weights where there are several ranks; rows: where the values of the two are, if not in them."""
     if not isinstance(world, Ranks):
         return build_method(config, model)
     if reference is not None:
-        is_skeleton = any(parameter.is_meta for parameter in reference.parameters())
-        place(config, world, reference, rows if is_skeleton else None)
+        place(config, world, reference, reference_rows)
     if config.method.name == "lora":  # adapters are sharded with the layers they are in
         method = build_method(config, model, lambda wrapped: shard_again(config, world, wrapped, rows))
     else:

@@ -54,21 +54,29 @@ def has_journal(folder: Path) -> bool:
 
 
 def frozen_digest(model: nn.Module, moving: Collection[str]) -> str:
-    """Digest of the float32 values of every parameter that never moves (a tied one under its first name)."""
+    """Digest of the float32 values of every parameter that never moves."""
+    return digest(model, _frozen(model, moving))
+
+
+def _frozen(model: nn.Module, moving: Collection[str]) -> list[str]:
+    """The parameters that never move, a tied one under its first name."""
     names = [clean_name(name) for name, _ in model.named_parameters()]
-    return digest(model, [name for name in names if name not in moving])
+    return [name for name in names if name not in moving]
 
 
-def is_base(folder: Path, model: nn.Module) -> bool:
-    """Whether a model has the weights, moving and frozen, that the journal began with (True where that is not known)."""
+def is_base(folder: Path, model: nn.Module, digest_of: Callable[[nn.Module, list[str]], str] = digest) -> bool:
+    """Whether a model has the weights, moving and frozen, that the journal began with (True where that is not known).
+
+    digest_of: gives the digest of some of its parameters, where the model itself is without values.
+    """
     try:
         with Journal.open(folder) as journal:
             info = journal.info()
     except UserError:  # unreadable: whoever opens it for writing says so
         return True
     names = [name for name, _, _ in info.targets]
-    same = info.origin > 0 or digest(model, names) == info.base
-    return same and frozen_digest(model, names) == info.model.get("frozen")
+    same = info.origin > 0 or digest_of(model, names) == info.base
+    return same and digest_of(model, _frozen(model, names)) == info.model.get("frozen")
 
 
 def find_tail(folder: Path, after_step: int, version: int) -> TailState | None:

@@ -1,13 +1,14 @@
 """A model straight into its shards: each rank reads its own rows from the safetensors files, and no rank has the model whole.
 
 The skeleton is made without memory (torch's meta device), sharded, and filled. Where the files cannot be read so (no safetensors,
-names that transformers rearranges while loading), `SkeletonError` says why and the caller loads the model whole.
+names that transformers rearranges while loading), `SkeletonError` says why and the caller loads the model whole. A digest of the
+files' weights needs a few rows at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from logra.errors import LograError, ModelError
 from logra.head import unwrapped
+from logra.sketch.block import blocks_of
+from logra.sketch.digest import add_sums, block_sums, combine
 from logra.sketch.shards import local, rows_here
 from logra.sketch.split import split
+from logra.sketch.targets import is_conv1d
 
+_CHUNK = 1 << 24  # numbers of a matrix that are looked at together
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -95,6 +100,21 @@ def is_bfloat16(rows: Rows, name: str, part: range) -> bool:
         return True
     value = rows.read(name, part).float()
     return torch.equal(value.to(torch.bfloat16).float(), value)
+
+
+def digest_of_files(model: nn.Module, rows: Rows, names: Sequence[str]) -> str:
+    """`logra.sketch.block.digest` of these parameters of a skeleton, from its files."""
+    parameters, sums = dict(model.named_parameters(remove_duplicate=False)), {}
+    for name, block in blocks_of(model, names).items():
+        shape = parameters[name].shape
+        is_transposed = len(shape) == 2 and is_conv1d(model.get_submodule(name.rpartition(".")[0]))
+        step, parts = max(1, _CHUNK // shape[1:].numel()), []
+        for start in range(0, shape[0], step):
+            value = rows.read(name, range(start, min(start + step, shape[0]))).float()
+            place = {"column_start": start} if is_transposed else {"row_start": start}
+            parts.append(block_sums(value.t() if is_transposed else value.view(len(value), -1), name, **place))
+        sums[name] = (block.shape, add_sums(*parts))
+    return combine(sums)
 
 
 @torch.no_grad()

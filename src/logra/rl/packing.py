@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.conv import _ConvNd
 
 from logra.head import Head, let_go, quiet
 from logra.rl.batch import TrainBatch
@@ -227,7 +227,7 @@ def packable(model: nn.Module, head: Head | None, *, autocast: bool = False) -> 
     False: a model whose attention is not transformers' `sdpa`, or that mixes tokens in another way. The latter is seen by running
     a few tokens through it (autocast: in bfloat16), once a model.
     """
-    if head is None or not _takes_part(model, head.decoder):
+    if head is None or not takes_part(head.decoder):
         yield False
         return
     with _registered(head.decoder):
@@ -239,13 +239,13 @@ def packable(model: nn.Module, head: Head | None, *, autocast: bool = False) -> 
         yield _verified[model]
 
 
-def _takes_part(model: nn.Module, decoder: nn.Module) -> bool:
+def takes_part(decoder: nn.Module) -> bool:
+    """May this decoder's rows be packed, as far as its parts tell?"""
     config: Any = getattr(decoder, "config", None)
     if config is None or not getattr(decoder, "_supports_attention_backend", False) or not _configs(decoder):
         return False
-    if isinstance(next(model.parameters()), FakeTensor):
-        return False  # there is nothing to look at
-    return set(getattr(config, "layer_types", None) or ()) <= KINDS
+    mixes = any(isinstance(module, _ConvNd) for module in decoder.modules())
+    return not mixes and set(getattr(config, "layer_types", None) or ()) <= KINDS
 
 
 def _configs(decoder: nn.Module) -> list[Any]:

@@ -6,12 +6,20 @@ plans are for rows that do.
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from logra import config as cfg
 from logra.build.model import build_method
-from logra.build.plan import model_config_of, with_layers
-from logra.build.rehearsal import Shape, makes_whole_logits, rehearse
+from logra.build.plan import Question, model_config_of, plan_memory, with_layers
+from logra.build.rehearsal import Shape, _packed_row, makes_whole_logits, rehearse
 from logra.build.run import training_plan
 from logra.head import plain_head
 from logra.memory.gauge import GRADIENT, PHASES, ROLLOUT, UPDATE
@@ -20,6 +28,7 @@ from logra.memory.plan import at_layers
 from logra.region import region
 from logra.rl.batch import collate
 from logra.rl.models import prepare
+from logra.rl.packing import packed_states
 from logra.rl.step import Tally, accumulate, logprobs_of
 from logra.rl.types import Prompt, Rollout
 
@@ -60,22 +69,22 @@ def cohere(**options):
 def make_config(**sections):
     data = {
         "model": {"name_or_path": "x", "device": "cpu"}, "data": {"name": "x"}, "trust": {"enabled": False},
-        "reward": {"functions": [{"function": "x"}]}, "method": {"rank": 8},
+        "reward": {"functions": [{"function": "x"}]}, "method": {"rank": 8}, "train": {"packed": False},
     }  # fmt: skip
     for name, values in sections.items():
         data[name] = {**data.get(name, {}), **values}
     return cfg.make_config(data)
 
 
-def full_batch(rows, shape, vocabulary):
-    """Every token of it is real, but one of every other prompt."""
+def full_batch(rows, shape, vocabulary, group=1):
+    """Every token of it is real, but one of every other prompt; so many rows share one."""
     ids = torch.randint(
         0, vocabulary, (rows, shape.prompt + shape.response), generator=torch.Generator().manual_seed(0)
-    )
+    ).tolist()
     rollouts = [
-        Rollout(Prompt(0, "", tuple(row[1 - index % 2 : shape.prompt]), {}), index, tuple(row[shape.prompt :]),
-                (-5.0,) * shape.response, "length", "", 0)
-        for index, row in enumerate(ids.tolist())
+        Rollout(Prompt(0, "", tuple(ids[index // group][1 - index // group % 2 : shape.prompt]), {}), index,
+                tuple(row[shape.prompt :]), (-5.0,) * shape.response, "length", "", 0)
+        for index, row in enumerate(ids)
     ]  # fmt: skip
     return collate(rollouts, 0).with_advantages(torch.linspace(-1.0, 1.0, rows))
 
@@ -86,12 +95,12 @@ def build(config, model_config):
     return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="sdpa")
 
 
-def measure(config, model_config, shape=SHAPE):
+def measure(config, model_config, shape=SHAPE, group=1):
     """Phase -> (peak, bytes by kind then) of one real update of two microbatches."""
     model = build(config, model_config)
     prepare(model, config.model.gradient_checkpointing)
     method, plan = build_method(config, model), training_plan(config)
-    batch = full_batch(2 * shape.rows, shape, model_config.vocab_size)
+    batch = full_batch(2 * shape.rows, shape, model_config.vocab_size, group)
     rows = list(range(plan.probe_rollouts))
     part = batch.probe(rows, plan.probe_max_tokens)
     completion = torch.cat([torch.zeros_like(part.prompt_mask), part.completion_mask], dim=1)
@@ -129,10 +138,10 @@ def as_measured(kinds):
     return found
 
 
-def check(config, model_config, shape=SHAPE):
+def check(config, model_config, shape=SHAPE, group=1):
     planned, real = (
         rehearse(config, model_config, shape, phases=(GRADIENT, UPDATE)),
-        measure(config, model_config, shape),
+        measure(config, model_config, shape, group),
     )
     for name, (peak, by_kind) in real.items():
         plan = as_measured(planned[name].peak)
@@ -193,9 +202,53 @@ def test_settings(sections):
     check(make_config(**sections), llama())
 
 
+def qwen():
+    return Qwen3Config(**SMALL, num_hidden_layers=2, head_dim=32)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"method": LOGRA["aligned adam"]},
+        {"model": {"gradient_checkpointing": True, "dtype": "bfloat16"}, "method": SPLIT},
+        {"method": {"name": "dense"}},
+        {"method": {"name": "lora"}, "algorithm": {"kl_coef": 0.1}},
+        {"algorithm": {"updates_per_step": 2}},
+    ],
+    ids=["aligned", "checkpoints split", "dense", "lora", "two updates"],
+)
+@pytest.mark.parametrize("model_config, group", [(llama(), 4), (gpt2(), 4), (qwen(), 2)], ids=["llama", "gpt2", "qwen"])
+def test_packed_rows(model_config, group, sections, monkeypatch):
+    """Whole groups of two and of four to a microbatch of four."""
+    sizes = []
+    monkeypatch.setattr(
+        "logra.rl.step.packed_states", lambda head, at: (sizes.append(at.size), packed_states(head, at))[1]
+    )
+    rollout = {"rollouts_per_prompt": group}
+    config = make_config(**{**sections, "train": {"packed": True}, "rollout": rollout})
+    shape = Shape(prompt=48, response=32, rows=4, decoded=6)
+    check(config, model_config, shape, group)
+    assert len(sizes) > 2 and max(sizes) == 4 // group * shape.prompt + 4 * (shape.response - 1)
+
+
+@pytest.mark.parametrize("rows, group, prompts", [(4, 8, 1), (4, 4, 1), (8, 4, 2), (6, 4, 3), (3, 2, 3), (3, 1, 3)])
+def test_prompts_of_a_microbatch(rows, group, prompts):
+    """As many as it can have; the first and the last of its groups may be parts."""
+    assert len(_packed_row(Shape(5, 3, rows, 1), group).prompts) == prompts
+
+
 @pytest.mark.parametrize("method", [{"basis": "random", "optimizer": "row_adam"}, {"name": "dense"}, {"name": "lora"}])
 def test_gpt2(method):
     check(make_config(method=method), gpt2())
+
+
+def test_what_has_no_forward_derivative_without_data_is_planned_with_differences():
+    """Layer norms have one in truth."""
+    config = make_config(method=LOGRA["random"], trust={"enabled": True})
+    plan = plan_memory(Question(config, gpt2(), SHAPE, accelerator=False))
+    real = measure(config, gpt2())
+    for name in (GRADIENT, UPDATE):
+        assert plan.phases[name].peak_bytes == pytest.approx(real[name][0], rel=0.1), name
 
 
 @pytest.mark.parametrize(
@@ -258,3 +311,14 @@ def test_caches_grow_with_what_is_decoded():
     cache = 2 * 2 * 64 * 2 * 32 * 4  # layers, keys and values, tokens, heads, their size, bytes
     assert many[ROLLOUT].peak["kv_cache"] - one[ROLLOUT].peak["kv_cache"] == 8 * cache
     assert set(one) == {ROLLOUT}
+
+
+@pytest.mark.parametrize("prompt, response", [(64, 16), (16, 64), (32, 64), (12, 100)])
+def test_shorter_rows_never_need_more_than_the_plan(prompt, response):
+    """Not even where they are padded, because packing them would gain too little."""
+    shape = Shape(prompt, response, rows=4, decoded=1)
+    config = make_config(train={"packed": True}, rollout={"rollouts_per_prompt": 4})
+    planned = sum(rehearse(config, llama(), shape, phases=(GRADIENT,))[GRADIENT].peak.values())
+    for used in {2, prompt // 4, prompt // 3, prompt // 2, prompt}:
+        peak, by_kind = measure(config, llama(), Shape(used, response, rows=4, decoded=1), group=4)[GRADIENT]
+        assert peak <= 1.02 * planned, (used, by_kind)
