@@ -31,6 +31,7 @@ COMMON = {
     "trust": {"probe_rollouts": 4}, "eval": {"num_prompts": 7, "every": 0, "temperature": 1.0}, "checkpoint": {"every": 2},
     "journal": {"digest_every": 1},
 }  # fmt: skip
+LOW_RANK = {"galore": 1e-3, "fira": 1e-3, "apollo": 1e-3, "lora_pre": 1e-3, "muon": 1e-3, "blockllm": 1e-3}
 SCENARIOS = {
     "random": {"trust": {"probe_rollouts": 3}},
     "anchors": {
@@ -41,6 +42,10 @@ SCENARIOS = {
         "method": {"basis": "aligned", "optimizer": "adam", "lr": 1e-3}, "rollout": {"prompts_per_step": 6},
     },
     "dense": {"method": {"name": "dense", "lr": 1e-3, "basis": None, "max_grad_norm": 0.5}},
+    **{
+        name: {"method": {"name": name, "lr": lr, "rank": 4, "basis": None}, "rollout": {"prompts_per_step": 6}}
+        for name, lr in LOW_RANK.items()
+    },
     "lora": {"method": {"name": "lora", "lr": 1e-2, "basis": None}, "algorithm": {"kl_coef": 0.01}},
     "several": {
         "method": {"dense_params": ["norms", "head"]}, "algorithm": {"kl_coef": 0.01, "updates_per_step": 2},
@@ -308,6 +313,12 @@ def ranks_below(pid):
         if parent == pid and rank is not None:
             found[int(rank)] = int(path.name)
     return [found[rank] for rank in sorted(found)]
+
+
+def test_what_cannot_fit_is_refused_once(model, tmp_path):
+    code, output = finish(torchrun(2, *command(model, tmp_path / "run", 2), "--memory.limit", "1MiB"))
+    assert code != 0 and output.count("this run needs") == 1, output
+    assert not (tmp_path / "run").exists()
 
 
 def test_fewer_rollouts_than_ranks_are_refused_once(model, tmp_path):

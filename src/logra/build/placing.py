@@ -24,15 +24,11 @@ from logra.sketch.targets import select_targets
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("logra", "dense", "lora")
-
 
 def build_world(config: cfg.Config) -> World:
     """The ranks that torchrun started; one alone otherwise. Raises `ConfigError` for what several ranks cannot do."""
     if not under_launcher():
         return World()
-    if config.method.name not in METHODS:
-        raise ConfigError(f"method.name={config.method.name} runs on one rank: over several use one of {list(METHODS)}")
     if config.rollout.engine == "vllm" and not config.rollout.vllm.urls:
         raise ConfigError(
             "several ranks share vLLM servers: start one (vllm serve, or logra launch) and set rollout.vllm.url, or use "

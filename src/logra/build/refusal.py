@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -35,14 +36,17 @@ logger = logging.getLogger(__name__)
 _GONE = ("activations", "logits", "workspace")
 
 
-def check_memory(config: cfg.Config) -> Plan | None:
+def check_memory(config: cfg.Config, ranks: int = 1) -> Plan | None:
     """The plan of a run if its longest rows (longest prompt, whole response) would exceed the limit; else None.
 
-    The limit is `memory.limit`, or what is free on the device. Costs next to nothing where a generous estimate is within half of
-    it. Phases that nothing depends on are left out. What cannot be planned is let through, with a note.
+    The limit, of one rank, is `memory.limit` or what is free on its device; the ranks of a machine share its host memory. Costs
+    next to nothing where a generous estimate is within half of it. Phases that nothing depends on are left out. What cannot be
+    planned is let through, with a note.
     """
     device = pick_device(config.model.device)
     limit = parse_size(config.memory.limit) if config.memory.limit else free_memory(device)
+    if limit is not None and not config.memory.limit and device.type == "cpu":
+        limit //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.memory.check == "off" or limit is None:
         return None
     try:
@@ -50,7 +54,9 @@ def check_memory(config: cfg.Config) -> Plan | None:
         shape = worst_case(config, model_config)
         if generous_estimate(config, model_config, shape) <= limit // 2:
             return None
-        question = Question(config, model_config, shape, device_limit=limit, accelerator=device.type != "cpu")
+        question = Question(
+            config, model_config, shape, gpus=ranks, device_limit=limit, accelerator=device.type != "cpu"
+        )
         plan = plan_if_too_large(question)
         if plan is None:
             return None

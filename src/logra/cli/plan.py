@@ -71,9 +71,9 @@ def _matters(question: Question, what: str) -> bool:
     return not (what == "rank" and question.config.method.name == "dense") and (what != "decoded" or is_sampled_here)
 
 
-def refuse(config: cfg.Config) -> None:
+def refuse(config: cfg.Config, ranks: int = 1) -> None:
     """Raise `ConfigError` if a run cannot fit (`memory.check`), after the plan was printed; only say so with warn."""
-    found = check_memory(config)
+    found = check_memory(config, ranks)
     if found is None or found.fault is None or found.question.device_limit is None:
         return
     console = Console(file=sys.stderr, width=_WIDTH, highlight=False)

@@ -28,8 +28,8 @@ def train(recipe: str, flags: Sequence[str], *, dry_run: bool, plain: bool) -> i
 
     is_alone = not under_launcher()
     is_first = is_alone or os.environ["RANK"] == "0"
-    if is_alone:  # of several ranks each would have to say no: `logra plan --gpus N` tells
-        refuse(config)
+    if is_first:  # the others wait for it, and end with it
+        refuse(config, 1 if is_alone else int(os.environ["WORLD_SIZE"]))
     if config.model.device != "cuda":
         keep_freed_memory()
     if not is_alone:

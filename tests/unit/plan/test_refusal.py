@@ -47,6 +47,22 @@ def test_a_run_that_cannot_fit_is_found():
     assert check_memory(tiny(limit="1GiB")) is None
 
 
+def test_ranks_need_less_each():
+    alone, two = (check_memory(tiny(limit="100KiB"), ranks) for ranks in (1, 2))
+    assert alone is not None and two is not None and two.question.gpus == 2
+    assert two.phases[GRADIENT].peak["weights"] < alone.phases[GRADIENT].peak["weights"]
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(refusal, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    seen = []
+    monkeypatch.setattr(refusal, "generous_estimate", lambda *_: 1 << 40)
+    monkeypatch.setattr(refusal, "plan_if_too_large", lambda question: seen.append(question))
+    check_memory(tiny(), ranks=16)
+    assert [(question.gpus, question.device_limit) for question in seen] == [(16, 1 << 27)]
+
+
 def test_small_runs_are_not_rehearsed(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("rehearsed")

@@ -38,17 +38,20 @@ class LowRankMethod(OptimizerMethod):
         return shapes_of(self.targets), self.skipped
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer's state of the parameters that have stepped."""
+        """The optimizer's state of the parameters that have stepped; that of whole ones, where they are sharded."""
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, dict[str, Any]] = {}
-        for slot in self.optimizer.slots():
-            for key, value in slot.state.items():
+        saved = self.optimizer.state_dict() if self.shards is None else self.optimizer.full_state_dict()
+        names = list(self.parameters)
+        for place, slots in saved["state"].items():
+            for key, value in slots.items():
                 if isinstance(value, Tensor):
-                    tensors[f"{key}.{slot.name}"] = value
+                    tensors[f"{key}.{names[place]}"] = value
                 else:
-                    numbers.setdefault(slot.name, {})[key] = value
-        extra = self.optimizer.state_dict()["extra"]
-        return tensors, {"method": self.name, "num_updates": self.num_updates, "numbers": numbers, "extra": extra}
+                    numbers.setdefault(names[place], {})[key] = value
+        return tensors, {
+            "method": self.name, "num_updates": self.num_updates, "numbers": numbers, "extra": saved["extra"],
+        }  # fmt: skip
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         if state.get("method") != self.name or set(state["numbers"]) - set(self.parameters):
@@ -60,5 +63,6 @@ class LowRankMethod(OptimizerMethod):
             key, _, name = full_name.partition(".")
             if name in names:
                 saved["state"].setdefault(names[name], {})[key] = tensor
-        self.optimizer.load_state_dict({**saved, "extra": state["extra"]})
+        load = self.optimizer.load_state_dict if self.shards is None else self.optimizer.load_full_state_dict
+        load({**saved, "extra": state["extra"]})
         self.num_updates = int(state["num_updates"])
