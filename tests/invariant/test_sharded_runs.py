@@ -56,7 +56,8 @@ SCENARIOS = {
         "algorithm": {"kl_coef": 0.01},
     },
 }  # fmt: skip
-EXACT = [name for name in SCENARIOS if name != "split"]  # bfloat16 sums depend on what is computed together
+# bfloat16 sums depend on what is computed together; Muon makes rounding errors large, where a gradient has no direction
+EXACT = [name for name in SCENARIOS if name not in ("split", "muon")]
 SCRIPT = """
 import json, os, sys
 import torch
@@ -156,6 +157,13 @@ def test_two_ranks_make_the_run_of_one(runs, name):
     for key, value in mine.items():
         moved = (value - start[key].to(torch.bfloat16).float()).abs().max()
         assert (value - theirs[key]).abs().max() <= 0.02 * moved + 1e-6, key
+
+
+def test_muon_learns_the_same(runs):
+    alone, ranks = ([r for r in read_metrics(runs / n / "muon" / "metrics.jsonl") if "loss" in r] for n in "12")
+    assert [r["step"] for r in alone] == [r["step"] for r in ranks]
+    assert ranks[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-4)
+    assert [r["grad_norm"] for r in ranks] == pytest.approx([r["grad_norm"] for r in alone], rel=0.1)
 
 
 def test_split_weights_learn_the_same(runs):

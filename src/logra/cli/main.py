@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from logra.errors import LograError, UserError
 
 DESCRIPTION = """Reinforcement learning of language models in memory people have: low-rank gradient sketches,
 steps sized by predicted KL, exact updates."""
+
+_FIRST_WORD_S = 10.0  # how long other ranks wait for the first one's message
 
 OPTIONS = (
     "--help", "--version", "--traceback", "--dry-run", "--plain", "--recipe", "--json", "--output", "--step", "--dtype",
@@ -250,7 +254,10 @@ def _report(error: LograError, show_traceback: bool, code: int) -> int:
     if show_traceback:
         traceback.print_exception(error)
     rank = os.environ.get("RANK", "0")
-    if not getattr(error, "is_shared", False):  # else the first rank says it
+    if getattr(error, "is_shared", False):  # the first rank says it: the launcher ends all when one has gone
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_FIRST_WORD_S)
+    else:
         print(f"logra{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
     return code
 

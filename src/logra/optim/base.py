@@ -192,6 +192,10 @@ class LowRankOptimizer(torch.optim.Optimizer):
             self._advance(batch)
         return loss
 
+    def reads(self, slot: Slot) -> bool:
+        """Does the next step look at this parameter's gradient?"""
+        return True
+
     def _with_signal(self) -> list[Slot]:
         """The parameters to step. Raises before anything moves if a gradient cannot be used."""
         slots = [slot for slot in self.slots() if slot.parameter.grad is not None]

@@ -218,10 +218,12 @@ class BlockLLM(LowRankOptimizer):
         self._arrange()
         return returned
 
+    def reads(self, slot: Slot) -> bool:
+        return not slot.is_matrix or slot.name in self._now.selected or slot.name in self._now.probed
+
     def _with_signal(self) -> list[Slot]:
         """Also a gradient that will be dropped must be finite: the model that it came from is one."""
-        wanted = {*self._now.selected, *self._now.probed}
-        return [slot for slot in super()._with_signal() if not slot.is_matrix or slot.name in wanted]
+        return [slot for slot in super()._with_signal() if self.reads(slot)]
 
     def _read(self, loss: Any) -> float | None:
         if self._pool["trigger"] == "interval" or not self._now.visits:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from logra.errors import CheckpointError
 from logra.optim.base import LowRankOptimizer
 from logra.optim.registry import OPTIMIZERS
-from logra.rl.methods.base import Schedule
+from logra.rl.methods.base import Probe, Schedule, StepResult
 from logra.rl.methods.dense import OptimizerMethod, shapes_of, train_only
 from logra.sketch.targets import Skipped
 
@@ -33,6 +33,12 @@ class LowRankMethod(OptimizerMethod):
         super().__init__({t.name: t.weight for t in self.targets}, schedule, max_grad_norm)
         group = {"params": list(self.parameters.items()), **options}  # options of a group are checked by name
         self.optimizer: LowRankOptimizer = OPTIMIZERS[name]([group], schedule.lr)
+
+    def step(self, probe: Probe, temperature: float) -> StepResult:
+        for slot in self.optimizer.slots():
+            if not self.optimizer.reads(slot):  # sharded blocks get a gradient, trained or not
+                slot.parameter.grad = None
+        return super().step(probe, temperature)
 
     def describe(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[Skipped]]:
         return shapes_of(self.targets), self.skipped
