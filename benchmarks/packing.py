@@ -28,8 +28,8 @@ import logra
 from logra.cli.allocator import keep_freed_memory
 from logra.memory.meter import Meter
 from logra.rl.batch import TrainBatch, collate
+from logra.rl.layout import layout
 from logra.rl.models import load_model, prepare
-from logra.rl.packing import layout
 from logra.rl.step import LossSettings, Tally, accumulate
 from logra.rl.types import Prompt, Rollout
 from logra.sketch.sketcher import Sketcher

@@ -294,7 +294,8 @@ def _ledger(question: Question, sizes: Sizes, formula: Formula | None) -> Ledger
         factors["basis"] = 4.0  # float32 instead of int8
     if gpus == 1:
         return Ledger(factors | ({"residual": 0.0} if on_host else {}), added)
-    share, is_split = shard_of(sizes.parameters, gpus), config.method.weights == "split"
+    parts = max(1, gpus // config.distributed.replicas)
+    share, is_split = shard_of(sizes.parameters, parts), config.method.weights == "split"
     wide = 2 if config.method.name == "dense" and formula is None else 1  # rehearsed in bfloat16, float32 in truth
     of_sketch = 1.0 if question.label == PAPER else share
     factors |= {
@@ -304,7 +305,11 @@ def _ledger(question: Question, sizes: Sizes, formula: Formula | None) -> Ledger
     }  # fmt: skip
     gathered = 2 * (2 * sizes.layer + sizes.outside)
     if config.method.name == "dense":
-        factors["workspace"] = wide * share  # a formula's is as large as the matrix it works on
+        factors["workspace"] = wide * share
+        if (
+            formula is not None
+        ):  # works on whole matrices, each on the rank that owns it, where its rows are put together
+            factors["workspace"], added["gathered"] = 1.0, 8 * max(p * q for p, q in sizes.targets)
         gathered += (2 + 4) * sizes.layer  # one layer's gradients, and the float32 buffer they are reduced in
     elif config.method.name == "logra":
         added["gathered"] = gathered  # the update runs the model too, for its predicted KL
@@ -342,7 +347,8 @@ def _host(question: Question, sizes: Sizes, phases: Mapping[str, Phase]) -> tupl
     if offloaded:
         found["offloaded"] = offloaded * gpus
     if config.method.residual == "cpu":
-        found["residual"] = 2 * sizes.num_targets
+        replicas = config.distributed.replicas if gpus > 1 else 1
+        found["residual"] = 2 * sizes.num_targets * replicas
         link += 2 * found["residual"] // gpus  # there and back
     found["export"] = 4 * sizes.num_targets if is_split else 0
     return {k: v for k, v in found.items() if v}, link

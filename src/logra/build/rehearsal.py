@@ -30,10 +30,11 @@ from logra.region import region
 from logra.rl import packing, step
 from logra.rl.batch import TrainBatch
 from logra.rl.engines.sampling import choose
+from logra.rl.layout import Layout, layout
 from logra.rl.methods import dense
 from logra.rl.methods.base import Method
 from logra.rl.models import offload_inputs, prepare
-from logra.rl.packing import Layout, takes_part, worth_packing
+from logra.rl.packing import takes_part, worth_packing
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.sketch import aligned, capture, sketcher
 from logra.sketch.block import Block
@@ -218,14 +219,14 @@ def _batch(rows: int, shape: Shape) -> TrainBatch:
 def _packed_row(shape: Shape, group: int) -> Layout:
     """Of one microbatch whose every token is real; where groups do not divide it, it has parts of one more."""
     rows = shape.rows
-    prompts = 1 if group % rows == 0 else min(rows, -(-rows // group) + (rows % group > 0))
+    prompts = min(rows, (group - math.gcd(rows, group) + rows - 1) // group + 1)
     batch = _batch(rows, shape)
     owner = torch.arange(rows) * prompts // rows
     full = {
         "prompt_ids": owner[:, None].expand(-1, shape.prompt), "prompt_mask": torch.ones(rows, shape.prompt).bool(),
         "completion_mask": torch.ones(rows, shape.response).bool(),
     }  # fmt: skip
-    return packing.layout(replace(batch, **full), full["completion_mask"])
+    return layout(replace(batch, **full), full["completion_mask"])
 
 
 def _most(shape: Shape, packed: Layout, model: nn.Module, loss: LossSettings) -> Shape:
@@ -234,7 +235,7 @@ def _most(shape: Shape, packed: Layout, model: nn.Module, loss: LossSettings) ->
     parts, rows = step.plain_head(model) if loss.packed else None, shape.rows
     if parts is None or not takes_part(parts.decoder) or not worth_packing(parts, packed, _batch(rows, shape)):
         return shape
-    prompts, share = len(packed.prompts), packing.LARGEST_SHARE
+    prompts, share = len(packed.prompts), packing.LARGEST_SHARE_FULL
     # prompts p + rows (response - 1) > share rows (p + response)
     longest = math.ceil(rows * ((1 - share) * shape.response - 1) / (share * rows - prompts)) - 1
     padded = rows * (longest + shape.response)
@@ -256,7 +257,7 @@ def _probe(rows: int, tokens: int) -> dict[str, Tensor]:
 def _allowed(low: bool, dora: bool, whole_logits: bool, packed: Layout) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(head, "_is_all", is_all_without_data))
-        stack.enter_context(mock.patch.object(packing, "_is_same", lambda model, head: True))
+        stack.enter_context(mock.patch.object(packing, "_difference", lambda model, head, device: ""))
         stack.enter_context(mock.patch.object(step, "layout", lambda batch, mask: _without_data(packed)))
         for module in (step, probe) if whole_logits else ():
             stack.enter_context(mock.patch.object(module, "plain_head", lambda model: None))

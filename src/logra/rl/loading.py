@@ -87,6 +87,8 @@ def skeleton(folder: Path, attn_implementation: str) -> tuple[PreTrainedModel, R
             raise SkeletonError(
                 f"{folder} has no {name} of shape {tuple(parameter.shape)}: transformers makes it of others"
             )
+        if not parameter.ndim:
+            raise SkeletonError(f"{name} is a single number, which has no rows")
         rows.dtype(name)
     persistent = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if persistent:

@@ -75,7 +75,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
     with _named_failure(f"cannot fetch the model {name!r}", hint):
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns, **options))
+        others = ["consolidated*", "original/*"]  # the same weights in another layout
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns, ignore_patterns=others, **options))
 
 
 def _whereabouts(name: str, revision: str | None) -> tuple[str, dict[str, Any], str]:

@@ -19,8 +19,9 @@ from logra.errors import NonFiniteError
 from logra.head import Head, let_go, plain_head, token_logprobs
 from logra.region import region
 from logra.rl.batch import TrainBatch
+from logra.rl.layout import layout
 from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
-from logra.rl.packing import layout, packable, packed_states, worth_packing
+from logra.rl.packing import packable, packed_states, worth_packing
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _predicting_states(
     if packed:
         at = layout(batch, mask_BC)
         if worth_packing(head, at, batch):
-            return packed_states(head, at).index_select(0, at.sources)
+            return at.predicting(packed_states(head, at))
     return head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1][mask_BC]
 
 
@@ -97,7 +98,7 @@ def _from_whole_logits(
 def logprobs_of(model: nn.Module, batch: TrainBatch, size: int, settings: LossSettings) -> Tensor:
     """Log-probs (B, C) of a whole batch without gradient, `size` rows at a time; 0 in padding."""
     result = torch.zeros_like(batch.rollout_logprobs)
-    with _packing(model, settings) as packed:
+    with _packing(model, settings, batch.prompt_ids.device) as packed:
         for start in range(0, len(batch), size):
             rows = range(start, min(start + size, len(batch)))
             part = batch.slice(rows)
@@ -139,7 +140,7 @@ def accumulate(
     old_logp (B, C): the policy's log-probs at the start of the step, None if it has not moved since (the ratio is then 1 and
     no second forward pass is needed). Raises `NonFiniteError` before the backward pass of a loss that is not finite.
     """
-    with _packing(model, settings) as packed:
+    with _packing(model, settings, batch.prompt_ids.device) as packed:
         for start in range(0, len(batch), size):
             rows = slice(start, start + size)
             part = batch.slice(range(*rows.indices(len(batch))))
@@ -151,11 +152,11 @@ def accumulate(
 
 
 @contextmanager
-def _packing(model: nn.Module, settings: LossSettings) -> Iterator[bool]:
+def _packing(model: nn.Module, settings: LossSettings, device: torch.device) -> Iterator[bool]:
     """Within it passes may be packed, if it gives True."""
-    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=settings.autocast):
+    with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
         head = plain_head(model) if settings.packed else None
-    with packable(model, head, autocast=settings.autocast) as packed:
+    with packable(model, head, device, autocast=settings.autocast) as packed:
         yield packed
 
 

@@ -20,6 +20,7 @@ from logra.rl.checkpoint import STAGED, CheckpointStore, move_files, restore_rng
 from logra.rl.engines.base import Engine, check_training_sampling, engine_metrics
 from logra.rl.evaluate import EvalResult
 from logra.rl.methods.base import Method, StepResult, Writer, below, held_weights
+from logra.rl.packing import may_pack
 from logra.rl.rewards.result import RewardResult
 from logra.rl.rollouts import Batch, OnPolicy, OnUpdate, Order, Source, check_versions, make_source
 from logra.rl.run_dir import CompletionsWriter, MetricsWriter
@@ -274,9 +275,11 @@ class Trainer:
         alone, in order."""
         if self.world.size == 1:
             return part
-        lengths = (part.prompt_mask.sum(1) + part.completion_mask.sum(1)).tolist()
-        together = self.plan.rollouts_per_prompt if self.plan.loss.packed else 1
-        rows = deal(lengths, self.world.size, together)[self.world.rank]
+        prompts = part.prompt_mask.sum(1)
+        lengths = (prompts + part.completion_mask.sum(1)).tolist()
+        is_packed = self.plan.loss.packed and may_pack(self.method.model)
+        together = self.plan.rollouts_per_prompt if is_packed else 1
+        rows = deal(lengths, self.world.size, together, prompts.tolist())[self.world.rank]
         missing = -(-len(part) // self.world.size) - len(rows)
         shortest = min(range(len(part)), key=lengths.__getitem__)
         return part.slice([*rows, *[shortest] * missing]).without(range(len(rows), len(rows) + missing))

@@ -148,15 +148,18 @@ def under_launcher() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def deal(costs: Sequence[int], ranks: int, together: int = 1) -> list[list[int]]:
+def deal(costs: Sequence[int], ranks: int, together: int = 1, prompts: Sequence[int] | None = None) -> list[list[int]]:
     """Row indices for each rank, at most ceil(rows / ranks) of them: the longest first, each to the rank that has the fewest
     tokens and still has room. Within a rank long rows come first, so that rows of like length share a microbatch.
 
     costs: tokens of each row. together: so many rows in a row share a prompt, and are computed faster side by side
-    (`logra.rl.packing`); they stay together where every rank then gets as many, and in their order where not.
+    (`logra.rl.packing`); they stay together where every rank then gets as many, and in their order where not. prompts: tokens of
+    their prompts, which count once then.
     """
     if together > 1 and len(costs) % (together * ranks) == 0:
-        whole = deal([sum(costs[i : i + together]) for i in range(0, len(costs), together)], ranks)
+        shared = prompts or [0] * len(costs)
+        starts = range(0, len(costs), together)
+        whole = deal([sum(costs[i : i + together]) - sum(shared[i + 1 : i + together]) for i in starts], ranks)
         return [[block * together + i for block in blocks for i in range(together)] for blocks in whole]
     room = -(-len(costs) // ranks)
     rows: list[list[int]] = [[] for _ in range(ranks)]

@@ -168,6 +168,26 @@ def test_shards_of_dense():
     )
 
 
+def test_replicas_each_hold_all_shards():
+    plans = {
+        (gpus, replicas): plan_memory(
+            ask(make_config(model={"dtype": "bfloat16"}, distributed={"replicas": replicas}), gpus=gpus)
+        ).phases[GRADIENT].peak["weights"]
+        for gpus, replicas in ((4, 1), (4, 2), (2, 1))
+    }  # fmt: skip
+    assert plans[4, 2] == plans[2, 1] == pytest.approx(2 * plans[4, 1], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["galore", "fira", "muon"])
+def test_low_rank_methods_work_on_whole_matrices_over_devices_too(name):
+    """State is shared out; a step needs the whole gradient of a matrix on the device that owns it."""
+    config = make_config(method={"name": name, "rank": 4, "basis": None}, model={"dtype": "bfloat16"})
+    one, four = (plan_memory(ask(config, gpus=gpus, accelerator=False)).phases[UPDATE].peak for gpus in (1, 4))
+    assert four["optimizer"] == pytest.approx(one["optimizer"] / 4, rel=0.05)
+    assert four.get("workspace", 0) == pytest.approx(one.get("workspace", 0), rel=0.01)
+    assert four["gathered"] >= 8 * 256 * 128
+
+
 def test_methods_by_formula_differ_from_dense_in_state_only():
     base = ask(make_config(method={"rank": 4}), accelerator=False)
     dense, galore, block = (plan_memory(as_method(base, label)) for label in ("dense", "galore", "blockllm"))

@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -25,10 +27,11 @@ from transformers import (
 import logra
 from logra.head import plain_head
 from logra.memory.meter import Meter
-from logra.rl import packing
+from logra.rl import layout as rl_layout
 from logra.rl.batch import collate
+from logra.rl.layout import layout
 from logra.rl.models import prepare
-from logra.rl.packing import NAME, layout, packable, packed_states, worth_packing
+from logra.rl.packing import NAME, may_pack, packable, packed_states, worth_packing
 from logra.rl.step import LossSettings, Tally, accumulate, logprobs_of
 from logra.rl.types import Prompt, Rollout
 from logra.rl.world import deal
@@ -143,7 +146,8 @@ def test_every_asked_token_is_predicted_from_its_own_past(groups, prompts, seed)
         expected.append(
             batch.prompt_ids[row][batch.prompt_mask[row]].tolist() + batch.completion_ids[row, :column].tolist()
         )
-    assert [past[place] for place in at.sources.tolist()] == expected
+    places = at.predicting(torch.arange(at.size)[:, None]).flatten().tolist()
+    assert [past[place] for place in places] == expected
     assert sorted(past) == list(range(at.size))  # no padding, nothing twice
     assert all(len(ids) - 1 == int(at.positions[0, place]) for place, ids in past.items())
     laid_out = torch.cat([at.prompt_at.flatten(), at.rollout_at.flatten()])
@@ -156,7 +160,7 @@ def test_tokens_that_predict_nothing_are_left_out():
     first = batch.completion_mask & (torch.arange(5) < 2)
     assert layout(batch, first).size == 6 + 1 + 1 + 9 + 1
     nothing = layout(batch, torch.zeros_like(first))
-    assert nothing.size == 6 and nothing.sources.numel() == 0
+    assert nothing.size == 6 and len(nothing.predicting(torch.zeros(6, 2))) == 0
 
 
 def test_equal_prompts_of_different_numbers_are_computed_once():
@@ -227,8 +231,8 @@ def test_microbatches_add_up(size):
 def test_few_rollouts_a_call_give_the_same(monkeypatch, seen):
     """Long rollouts: the masks of a few of them exist at once."""
     found = []
-    for scores in (packing.SCORES, 1):
-        monkeypatch.setattr(packing, "SCORES", scores)
+    for scores in (rl_layout.SCORES, 1):
+        monkeypatch.setattr(rl_layout, "SCORES", scores)
         model = model_of()
         accumulate(model, batch_of(*MIXED), 12, PACKED, tally=Tally())
         found.append(gradients(model))
@@ -285,7 +289,7 @@ def test_the_models_own_attention_is_back_afterwards(seen):
     model = model_of()
     accumulate(model, batch_of(*MIXED), 12, PACKED, tally=Tally())
     assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(ZeroDivisionError), packable(model, plain_head(model)) as packs:
+    with pytest.raises(ZeroDivisionError), packable(model, plain_head(model), torch.device("cpu")) as packs:
         assert packs and model.config._attn_implementation == NAME
         raise ZeroDivisionError
     assert model.config._attn_implementation == "sdpa" and NAME not in str(model.config.to_dict())
@@ -297,7 +301,7 @@ def test_within_it_other_passes_are_as_ever():
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
     with torch.no_grad():
         before = model(**inputs).logits
-        with packable(model, plain_head(model)):
+        with packable(model, plain_head(model), torch.device("cpu")):
             assert torch.equal(model(**inputs).logits, before)
 
 
@@ -316,6 +320,58 @@ def test_a_model_that_mixes_tokens_elsewhere_is_noticed(seen, caplog):
         results.append(logprobs_of(model, batch_of(*MIXED), 12, chosen))
     assert not seen and torch.equal(*results)
     assert sum("padded rows" in record.message for record in caplog.records) == 1
+
+
+class OwnMask(nn.Module):
+    """Attention with a mask that the model makes itself, as Doge does."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        columns = hidden_states.shape[1]
+        mask = torch.ones(columns, columns, dtype=torch.bool).tril()[None, None]
+        return self.attention(hidden_states, attention_mask=mask, **kwargs)
+
+
+def test_a_mask_of_the_models_own_is_noticed(seen, caplog):
+    model = model_of()
+    model.model.layers[1].self_attn = OwnMask(model.model.layers[1].self_attn)
+    assert may_pack(model)  # as far as its parts tell
+    logprobs_of(model, batch_of(*MIXED), 12, PACKED)
+    assert not seen and not may_pack(model)
+    assert any("mask or a bias of its own" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_of_a_pass_stay_padded(kind, seen):
+    half = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, **half}
+    logprobs_of(model_of(rope_parameters=rope), batch_of(*MIXED), 12, PACKED)
+    assert not seen
+
+
+@pytest.mark.parametrize("last, packed", [(8, 0), (7, 1)])
+def test_full_rows_are_packed_only_where_it_saves_more(last, packed, seen):
+    """Padded ones need no mask then. 31 and 30 of 44 tokens."""
+    logprobs_of(model_of(), batch_of((8, 8, 8, last), prompts=[3]), 4, PACKED)
+    assert len(seen) == packed
+
+
+def test_a_window_of_0_is_none(seen):
+    """Qwen2-MoE's way of saying so."""
+    torch.manual_seed(0)
+    small = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL, **small))
+    assert model.config.sliding_window == 0
+    logprobs_of(model, batch_of(*MIXED), 12, PACKED)
+    assert len(seen) == 1
 
 
 def test_eager_attention_stays_padded(seen):
@@ -350,7 +406,7 @@ def test_a_packed_row_never_takes_more_memory_than_the_padded_rows(checkpointing
         model = model_of(dtype=torch.float32)
         prepare(model, checkpointing)
         head = plain_head(model)
-        with packable(model, head) as packs:
+        with packable(model, head, torch.device("cpu")) as packs:
             at = layout(batch, batch.loss_mask)
             assert packs and worth_packing(head, at, batch)
             assert at.size > 0.8 * batch.input_ids.numel()
