@@ -54,6 +54,12 @@ exec(sys.argv[2])
 """
 
 
+def heard():
+    """The tests may run under nohup, or in the background of a shell, where these are ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Launch:
     """servers: what each does; trainer: what it does after its start."""
 
@@ -71,7 +77,7 @@ class Launch:
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, json.dumps(commands), str(grace_s)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "KEY": "s3cret"},
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+            preexec_fn=heard,
         )  # fmt: skip
 
     def end(self, timeout_s: float = 20.0) -> tuple[int, list[str]]:
