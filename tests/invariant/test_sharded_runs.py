@@ -251,7 +251,6 @@ def test_a_resumed_run_never_has_its_reference_whole(model, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(model, base)
     (tmp_path / "script.py").write_text(RESUMED + SCRIPT)
-    (tmp_path / "todo.json").write_text("[]")
 
     def run(steps):
         todo = [settings(base, tmp_path / "run", SCENARIOS["several"], {"train": {"steps": steps}, "resume": "auto"})]

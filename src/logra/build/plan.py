@@ -306,9 +306,8 @@ def _ledger(question: Question, sizes: Sizes, formula: Formula | None) -> Ledger
     gathered = 2 * (2 * sizes.layer + sizes.outside)
     if config.method.name == "dense":
         factors["workspace"] = wide * share
-        if (
-            formula is not None
-        ):  # works on whole matrices, each on the rank that owns it, where its rows are put together
+        if formula is not None:
+            # works on whole matrices, each on the rank that owns it, where its rows are put together
             factors["workspace"], added["gathered"] = 1.0, 8 * max(p * q for p, q in sizes.targets)
         gathered += (2 + 4) * sizes.layer  # one layer's gradients, and the float32 buffer they are reduced in
     elif config.method.name == "logra":

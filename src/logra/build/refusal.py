@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from logra import config as cfg
@@ -44,9 +45,7 @@ def check_memory(config: cfg.Config, ranks: int = 1) -> Plan | None:
     planned is let through, with a note.
     """
     device = pick_device(config.model.device)
-    limit = parse_size(config.memory.limit) if config.memory.limit else free_memory(device)
-    if limit is not None and not config.memory.limit and device.type == "cpu":
-        limit //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = parse_size(config.memory.limit) if config.memory.limit else _own_share(device)
     if config.memory.check == "off" or limit is None:
         return None
     try:
@@ -77,6 +76,13 @@ def check_memory(config: cfg.Config, ranks: int = 1) -> Plan | None:
     ) as error:
         logger.warning("the memory of %s cannot be planned (%s): not checked", config.model.name_or_path, error)
         return None
+
+
+def _own_share(device: torch.device) -> int | None:
+    """What is free on a device, of host memory this rank's part."""
+    free = free_memory(device)
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    return None if free is None else free // sharing
 
 
 def plan_if_too_large(question: Question, phases: Collection[str] = (ROLLOUT, GRADIENT)) -> Plan | None:

@@ -65,6 +65,11 @@ class TrainBatch:
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
     @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a model takes: `input_ids`, `attention_mask`, `position_ids`."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
+
+    @property
     def lengths(self) -> Tensor:
         """(B,) int64 completion lengths, dropped rollouts included."""
         return self.completion_mask.sum(dim=1)

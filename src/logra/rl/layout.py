@@ -106,8 +106,9 @@ def layout(batch: TrainBatch, mask_BC: Tensor) -> Layout:
     rollout_at, rollouts_back = _places(list(first.values()), own)
     owners = [owner[row] for row in inputs]
     positions = [*map(torch.arange, lengths), *(lengths[u] + torch.arange(n) for u, n in zip(owners, own, strict=True))]
-    is_first = torch.cat([torch.arange(mask.shape[1])[mask[row]] == 0 for row in wanted])
-    others = [torch.arange(mask.shape[1])[mask[row]] + first.get(row, 0) - 1 for row in wanted]
+    columns = [mask[row].nonzero().squeeze(1) for row in wanted]  # that are asked for
+    is_first = torch.cat(columns) == 0
+    others = [first.get(row, 0) - 1 + asked for row, asked in zip(wanted, columns, strict=True)]
     tensors = {
         "ids": torch.cat([*map(torch.tensor, numbers), *inputs.values()])[None],
         "positions": torch.cat(positions)[None],

@@ -116,6 +116,11 @@ def packed_states(head: Head, at: Layout) -> Tensor:
     return head.hidden(input_ids=at.ids, position_ids=at.positions, attention_mask=done, logra_layout=at)[0]
 
 
+def padded_states(head: Head, batch: TrainBatch) -> Tensor:
+    """The decoder's last states (B, C, hidden) that predict each completion column, of padded rows."""
+    return head.hidden(**batch.inputs)[:, -batch.completion_ids.shape[1] - 1 : -1]
+
+
 def worth_packing(head: Head, at: Layout, batch: TrainBatch) -> bool:
     """Is the packed row clearly shorter than the padded rows, and within what this model's layers see at once?"""
     config: Any = getattr(head.decoder, "config", None)
@@ -203,7 +208,7 @@ def _difference(model: nn.Module, head: Head, device: torch.device) -> str:
     batch, other = (_few_tokens(shift, head.linear.out_features).to(device) for shift in (0, 8))
     try:
         with quiet(model):
-            plain, changed = (_padded_states(head, b)[batch.completion_mask] for b in (batch, other))
+            plain, changed = (padded_states(head, b)[batch.completion_mask] for b in (batch, other))
             at = layout(batch, batch.completion_mask)
             with _registered(head.decoder):
                 packed = at.predicting(packed_states(head, at))
@@ -217,11 +222,6 @@ def _difference(model: nn.Module, head: Head, device: torch.device) -> str:
     is_bfloat16 = plain.dtype == torch.bfloat16 or torch.is_autocast_enabled(device.type)
     is_close = wrong <= (CLOSE_BF16 if is_bfloat16 else CLOSE) * effect
     return "" if is_close else f"packed ones give other states ({wrong:.2g} of {effect:.2g})"
-
-
-def _padded_states(head: Head, batch: TrainBatch) -> Tensor:
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-    return head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1]
 
 
 def _few_tokens(shift: int, vocabulary: int) -> TrainBatch:

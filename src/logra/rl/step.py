@@ -21,7 +21,7 @@ from logra.region import region
 from logra.rl.batch import TrainBatch
 from logra.rl.layout import layout
 from logra.rl.losses import importance_weights, k3_kl, policy_loss, weighted_loss
-from logra.rl.packing import packable, packed_states, worth_packing
+from logra.rl.packing import packable, packed_states, padded_states, worth_packing
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,13 @@ def policy_logprobs(
     Only the masked-in tokens reach the output head, a few at a time (`logra.head`): prompts and padding cost nothing there.
     The result is connected to the graph even if no token is in. packed: the model is within `logra.rl.packing.packable`.
     """
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
     device = batch.completion_ids.device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.autocast), region("activations"):
         head = plain_head(model)
         if head is None:
-            logp_N, entropy_N = _from_whole_logits(model, inputs, batch, settings, mask_BC)
+            logp_N, entropy_N = _from_whole_logits(model, batch, settings, mask_BC)
         else:
-            hidden_NH = _predicting_states(head, batch, mask_BC, inputs, packed)
+            hidden_NH = _predicting_states(head, batch, mask_BC, packed)
             with region("logits"):
                 logp_N, entropy_N = token_logprobs(
                     hidden_NH, head.linear.weight, head.linear.bias, batch.completion_ids[mask_BC],
@@ -70,22 +69,20 @@ def policy_logprobs(
     return empty.masked_scatter(mask_BC, logp_N), empty.masked_scatter(mask_BC, entropy_N)
 
 
-def _predicting_states(
-    head: Head, batch: TrainBatch, mask_BC: Tensor, inputs: dict[str, Tensor], packed: bool
-) -> Tensor:
+def _predicting_states(head: Head, batch: TrainBatch, mask_BC: Tensor, packed: bool) -> Tensor:
     """The states (N, H) that predict the masked-in tokens, in the mask's order."""
     if packed:
         at = layout(batch, mask_BC)
         if worth_packing(head, at, batch):
             return at.predicting(packed_states(head, at))
-    return head.hidden(**inputs)[:, -batch.completion_ids.shape[1] - 1 : -1][mask_BC]
+    return padded_states(head, batch)[mask_BC]
 
 
 def _from_whole_logits(
-    model: nn.Module, inputs: dict[str, Tensor], batch: TrainBatch, settings: LossSettings, mask_BC: Tensor
+    model: nn.Module, batch: TrainBatch, settings: LossSettings, mask_BC: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same, of a model that cannot be taken apart; its last positions alone reach the head."""
-    logits = model(**inputs, use_cache=False, logits_to_keep=mask_BC.shape[1] + 1).logits
+    logits = model(**batch.inputs, use_cache=False, logits_to_keep=mask_BC.shape[1] + 1).logits
     logits_NV = logits[:, -mask_BC.shape[1] - 1 : -1][mask_BC].float() / settings.temperature
     normaliser_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.completion_ids[mask_BC][:, None]).squeeze(-1) - normaliser_N
